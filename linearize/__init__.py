@@ -1,0 +1,61 @@
+"""linearize: convert pretrained Hugging Face causal LMs to linear attention.
+
+After `import linearize`, `AutoModelForCausalLM.from_pretrained` loads converted checkpoints. Nothing heavy is
+imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+from linearize.modeling import registration as _registration
+
+if TYPE_CHECKING:
+    from linearize.convert import convert
+    from linearize.inspect import inspect
+    from linearize.live import linearize_, load
+    from linearize.mixers.registry import register_feature_map, register_mixer
+    from linearize.recipe import Recipe, load_recipe
+    from linearize.verify import verify
+
+_PUBLIC = {
+    "Recipe": "linearize.recipe",
+    "convert": "linearize.convert",
+    "inspect": "linearize.inspect",
+    "linearize_": "linearize.live",
+    "load": "linearize.live",
+    "load_recipe": "linearize.recipe",
+    "register_feature_map": "linearize.mixers.registry",
+    "register_mixer": "linearize.mixers.registry",
+    "verify": "linearize.verify",
+}
+
+__all__ = [
+    "Recipe",
+    "__version__",
+    "convert",
+    "inspect",
+    "linearize_",
+    "load",
+    "load_recipe",
+    "register_feature_map",
+    "register_mixer",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        import importlib
+        import sys
+
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        # Importing linearize.convert sets the module as this package's attribute; the function is what users call.
+        setattr(sys.modules[__name__], name, value)
+        return value
+    raise AttributeError(f"module 'linearize' has no attribute '{name}'")
+
+
+_registration.install()

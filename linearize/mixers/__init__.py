@@ -1,0 +1,63 @@
+"""Mixers: what stands in the place of softmax attention. `registry` is free of torch; the rest imports it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from linearize.mixers.registry import (
+    FEATURE_MAPS,
+    MIXERS,
+    AttentionShape,
+    Entry,
+    check_options,
+    lookup,
+    register_feature_map,
+    register_mixer,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = [
+    "FEATURE_MAPS",
+    "MIXERS",
+    "AttentionShape",
+    "Entry",
+    "build_mixer",
+    "register_feature_map",
+    "register_mixer",
+    "state_bytes",
+]
+
+
+def build_mixer(spec: dict[str, Any], shape: AttentionShape, *, layer: int, seed: int) -> nn.Module:
+    """The mixer that `spec` describes: `{"name": "window", "feature_map": "hedgehog", "window": 64, ...}`.
+
+    Its random draws depend on `seed` and `layer` alone. Raises `UsageError` for an unknown name or option.
+    """
+    import torch
+
+    options = dict(spec)
+    name = options.pop("name")
+    entry = lookup(MIXERS, "mixer", name)
+    options = check_options("mixer", name, entry, options)
+    # 1_000_003 is a prime far above any layer count: no two (seed, layer) pairs of a model share a stream.
+    generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + layer)
+    return entry.load()(shape, generator=generator, **options)
+
+
+def state_bytes(
+    spec: dict[str, Any], shape: AttentionShape, *, batch: int = 1, dtype: torch.dtype | None = None
+) -> int:
+    """Bytes of one layer's decode state in a model of `dtype` (bfloat16 by default), the same at any length."""
+    import torch
+
+    with torch.device("meta"):
+        mixer = build_mixer(spec, shape, layer=0, seed=0)
+        dtype = dtype or torch.bfloat16
+        q = torch.empty(batch, 1, shape.num_heads, shape.head_dim, dtype=dtype)
+        k = torch.empty(batch, 1, shape.num_key_value_heads, shape.head_dim, dtype=dtype)
+        v = torch.empty(batch, 1, shape.num_key_value_heads, shape.v_head_dim, dtype=dtype)
+        _, state = mixer(q, k, v, return_state=True)
+    return sum(tensor.nbytes for tensor in state.values())

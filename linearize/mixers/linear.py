@@ -1,0 +1,83 @@
+"""Normalised linear attention (Katharopoulos et al. 2020, arXiv:2006.16236) over any feature map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linearize_kernels import LinearState, linear_attention
+from torch import Tensor, nn
+
+from linearize.mixers.feature_maps import FeatureMap, as_features
+from linearize.mixers.registry import FEATURE_MAPS, AttentionShape, check_options, lookup
+
+State = dict[str, Tensor]
+
+
+def build_feature_map(
+    name: str, options: dict[str, Any], shape: AttentionShape, generator: torch.Generator | None
+) -> FeatureMap:
+    """The feature map called `name`; raises `UsageError` for an unknown name or option."""
+    entry = lookup(FEATURE_MAPS, "feature_map", name)
+    return entry.load()(shape, generator=generator, **check_options("feature_map", name, entry, options))
+
+
+def accumulate_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of features, states and sums for inputs like x: float32, or float64 for float64 inputs."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class LinearMixer(nn.Module):
+    """o_t = phi(q_t) S_t / phi(q_t) z_t with S_t = sum of phi(k_j) v_j^T and z_t = sum of phi(k_j), j <= t.
+
+    The state is S (B, Hk, F, Dv), z (B, Hk, F) and m (B, Hk), the running maximum of the keys' log scales; all of
+    them float32, whatever the model's dtype.
+    """
+
+    layer_type = "linear_attention"
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        feature_map: str = "hedgehog",
+        feature_map_options: dict[str, Any] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.feature_map = build_feature_map(feature_map, feature_map_options or {}, shape, generator)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        hidden_states: Tensor | None = None,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally.
+
+        mask (B, T) is True at real tokens. `state` continues an earlier call. With `cu_seqlens` (N + 1,) and B = 1,
+        each packed sequence has a state of its own.
+        """
+        dtype = accumulate_dtype(q)
+        phi_q = as_features(self.feature_map.q(q.to(dtype)))
+        phi_k = as_features(self.feature_map.k(k.to(dtype)))
+        result = linear_attention(
+            phi_q.phi,
+            phi_k.phi,
+            v,
+            log_k=phi_k.log_scale,
+            initial_state=None if state is None else LinearState(**state),
+            return_state=return_state,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+        )
+        if return_state:
+            return result[0], result[1]._asdict()
+        return result, None

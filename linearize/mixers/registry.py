@@ -1,0 +1,136 @@
+"""What a softmax layer can become: mixers and feature maps, by name.
+
+The registries are plain dicts and hold no tensor code, so that a recipe can be checked (and a typo found) without
+importing torch. An entry's `target` is a class, or the `"module:Class"` string of one that is imported when used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from linearize.errors import UsageError, did_you_mean
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a mixer needs to know of the attention module that it replaces.
+
+    `head_dim` is the dim of q and k as the attention function receives them, `v_head_dim` that of v, and `scaling`
+    the factor that the model's own softmax puts on `q @ k` (not always `head_dim ** -0.5`). `softcap` is the bound
+    that it puts on logits, if it does.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    v_head_dim: int
+    hidden_size: int
+    scaling: float
+    softcap: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of a registry.
+
+    Attributes:
+        target: the class, or where to import it from.
+        paper: where the mechanism is published.
+        summary: one line for `linearize doctor` and the docs.
+        options: the options it takes, with their defaults; nothing else is accepted.
+    """
+
+    target: str | type
+    paper: str
+    summary: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> type:
+        if isinstance(self.target, str):
+            module, _, name = self.target.partition(":")
+            return getattr(importlib.import_module(module), name)
+        return self.target
+
+
+_MAPS = "linearize.mixers.feature_maps"
+
+FEATURE_MAPS: dict[str, Entry] = {
+    "elu1": Entry(f"{_MAPS}:Elu1", "arXiv:2006.16236", "elu(x) + 1"),
+    "relu": Entry(f"{_MAPS}:Relu", "arXiv:2103.13076", "relu(x), nothing to learn"),
+    "hedgehog": Entry(f"{_MAPS}:Hedgehog", "arXiv:2402.04347", "softmax(xW) and softmax(-xW), W learned per head"),
+    "t2r": Entry(f"{_MAPS}:T2R", "arXiv:2103.13076", "relu(xW + b), learned per head"),
+    "favor": Entry(
+        f"{_MAPS}:Favor",
+        "arXiv:2009.14794",
+        "FAVOR+: positive orthogonal random features of the softmax kernel",
+        {"features": 256, "orthogonal": True, "hyperbolic": True},
+    ),
+    "taylor": Entry(
+        f"{_MAPS}:Taylor",
+        "arXiv:2402.18668",
+        "second-order Taylor series of exp, q and k projected to a few dims first",
+        {"project_dim": 16},
+    ),
+}
+
+MIXERS: dict[str, Entry] = {
+    "linear": Entry(
+        "linearize.mixers.linear:LinearMixer",
+        "arXiv:2006.16236",
+        "normalised linear attention; the state is one matrix per head",
+        {"feature_map": "hedgehog", "feature_map_options": {}},
+    ),
+    "window": Entry(
+        "linearize.mixers.window:WindowMixer",
+        "arXiv:2410.10254",
+        "exact softmax over the last `window` tokens (and optional sinks), linear attention over older ones, "
+        "one denominator",
+        {"feature_map": "hedgehog", "feature_map_options": {}, "window": 64, "sinks": 0},
+    ),
+}
+
+
+def lookup(registry: Mapping[str, Entry], kind: str, name: str) -> Entry:
+    """The entry called `name`; raises `UsageError` that lists the names and guesses what was meant."""
+    if name in registry:
+        return registry[name]
+    hint = did_you_mean(name, registry)
+    if not hint:
+        for other_kind, other in (("mixer", MIXERS), ("feature_map", FEATURE_MAPS)):
+            guess = did_you_mean(name, other)
+            hint = hint or (guess and f"{guess[:-1]} (a {other_kind})?")
+    known = ", ".join(sorted(registry))
+    raise UsageError(f"unknown {kind} '{name}'; known: {known}" + (f"; {hint}" if hint else ""))
+
+
+def check_options(kind: str, name: str, entry: Entry, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` over the entry's defaults; raises `UsageError` for an option that the entry doesn't take."""
+    for key in options:
+        if key not in entry.options:
+            known = ", ".join(sorted(entry.options)) or "none"
+            hint = did_you_mean(key, entry.options)
+            raise UsageError(f"{kind} '{name}' has no option '{key}'; it takes: {known}" + (f"; {hint}" if hint else ""))
+    return {**entry.options, **options}
+
+
+def register_feature_map(name: str, target: type, *, paper: str, summary: str = "", options: Mapping[str, Any] = {}):
+    """Add a feature map of your own; raises `UsageError` if the name is taken by another class."""
+    return _register(FEATURE_MAPS, "feature map", name, Entry(target, paper, summary, dict(options)))
+
+
+def register_mixer(name: str, target: type, *, paper: str, summary: str = "", options: Mapping[str, Any] = {}):
+    """Add a mixer of your own; raises `UsageError` if the name is taken by another class."""
+    return _register(MIXERS, "mixer", name, Entry(target, paper, summary, dict(options)))
+
+
+def _register(registry: dict[str, Entry], kind: str, name: str, entry: Entry) -> type:
+    if name in registry and registry[name].target is not entry.target:
+        raise UsageError(f"a {kind} called '{name}' is registered already", "Choose another name")
+    registry[name] = entry
+    return entry.load()

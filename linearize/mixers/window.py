@@ -1,0 +1,100 @@
+"""Exact softmax over a sliding window, linear attention over everything older, one denominator.
+
+The form is that of LoLCATs (Zhang et al. 2024, arXiv:2410.10254), except that the window is the same sliding one in
+training, prefill and decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linearize_kernels import WindowState, window_attention
+from torch import Tensor, nn
+
+from linearize.mixers.feature_maps import as_features
+from linearize.mixers.linear import State, accumulate_dtype, build_feature_map
+from linearize.mixers.registry import AttentionShape
+
+# sigmoid of these is the share gamma that the exact part starts with. Maps that estimate the softmax kernel itself
+# are on the exact part's own scale, so gamma starts near 1, which makes the sum an estimate of full softmax.
+GATE_START = 0.0
+GATE_START_ABSOLUTE = 4.6
+
+
+class WindowMixer(nn.Module):
+    """o_t = [gamma W_t + phi(q_t) S_t] / [gamma w_t + phi(q_t) z_t], W_t and w_t the exact softmax sums over the last
+    `window` tokens (and the first `sinks` ones), S_t and z_t the linear sums over all older tokens.
+
+    gamma = sigmoid(gate), learned per head. The state is S, z, m as in `LinearMixer`, plus the last `window` keys and
+    values and the sinks, in the model's dtype.
+    """
+
+    layer_type = "hybrid_sliding"
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        feature_map: str = "hedgehog",
+        feature_map_options: dict[str, Any] | None = None,
+        window: int = 64,
+        sinks: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.scaling = shape.scaling
+        self.softcap = shape.softcap
+        self.window = window
+        self.sinks = sinks
+        self.feature_map = build_feature_map(feature_map, feature_map_options or {}, shape, generator)
+        start = GATE_START_ABSOLUTE if getattr(self.feature_map, "absolute", False) else GATE_START
+        self.gate = nn.Parameter(torch.full((shape.num_heads,), start, dtype=torch.float32))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        hidden_states: Tensor | None = None,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally; as `LinearMixer`."""
+        dtype = accumulate_dtype(q)
+        previous = None if state is None else WindowState(**state)
+        phi_q = as_features(self.feature_map.q(q.to(dtype)))
+        phi_k = as_features(self.feature_map.k(self._leaving_keys(k, previous, cu_seqlens).to(dtype)))
+        result = window_attention(
+            q,
+            k,
+            v,
+            phi_q.phi,
+            phi_k.phi,
+            window=self.window,
+            sinks=self.sinks,
+            gamma=torch.sigmoid(self.gate.to(dtype)),
+            scale=self.scaling,
+            softcap=self.softcap,
+            log_q=phi_q.log_scale,
+            log_k=phi_k.log_scale,
+            initial_state=previous,
+            return_state=return_state,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+        )
+        if return_state:
+            return result[0], result[1]._asdict()
+        return result, None
+
+    def _leaving_keys(self, k: Tensor, previous: WindowState | None, cu_seqlens: Tensor | None) -> Tensor:
+        """The keys that leave the window during this call: the only ones whose features are ever used."""
+        if cu_seqlens is not None:
+            return k
+        if previous is None:
+            return k[:, : max(k.shape[1] - self.window, 0)]
+        return torch.cat([previous.k, k], dim=1)[:, : k.shape[1]]

@@ -1,0 +1,171 @@
+"""Put mixers on a decoder: one submodule per converted attention module, and two forward pre-hooks.
+
+The model's own modules stay: projections, biases, RoPE, norms, gates. Each converted attention module gets a copy of
+its config whose attention implementation is ours, so every other layer runs exactly what it ran before.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linearize.errors import ModelError
+from linearize.mixers import build_mixer
+from linearize.mixers.registry import AttentionShape
+from linearize.modeling import attention
+from linearize.modeling import context as forward_context
+from linearize.modeling.cache import adopt
+from linearize.modeling.context import ForwardContext
+
+# The names under which decoder families take these arguments.
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+HIDDEN_NAMES = ("hidden_states", "x")
+
+
+def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
+    """Put the mixers that `block` (the config's `linearize` block) describes on `model`, in place.
+
+    New mixers take their attention module's device, and are deterministic in the recipe's seed.
+
+    Raises:
+        ModelError: if the block names a module that the model lacks.
+        UsageError: if it names a mixer or feature map that isn't registered.
+    """
+    attention.register()
+    seed = block.get("recipe", {}).get("seed", 0)
+    converted = [layer for layer in block["layers"] if layer.get("mixer")]
+    modules = dict(model.named_modules())
+    for layer in converted:
+        module = modules.get(layer["module"])
+        if module is None:
+            raise ModelError(
+                f"config.json converts '{layer['module']}', which {type(model).__name__} doesn't have",
+                "Convert the base model again",
+            )
+        with _device_of(module):
+            mixer = build_mixer(layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=seed)
+        module.add_module("linearize", mixer)
+        private: Any = copy.copy(module.config)
+        private._attn_implementation_internal = attention.IMPLEMENTATION
+        module.config = private
+        module.register_forward_pre_hook(_AttentionHook(module), with_kwargs=True)
+    body = model.get_decoder()
+    hook = _BodyHook(body)
+    body.register_forward_pre_hook(hook, with_kwargs=True)
+    body.register_forward_hook(hook.leave, always_call=True)
+    if len(converted) == len(block["layers"]):
+        # No softmax layer is left to need a T x T mask.
+        body.config._attn_implementation_internal = attention.IMPLEMENTATION
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+class _Arguments:
+    """Reads and sets arguments of a module's forward by name, however the caller passed them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = inspect.signature(module.forward).parameters
+        self.positions = {name: i for i, name in enumerate(self.parameters)}
+        self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())
+
+    def get(self, args: tuple, kwargs: dict[str, Any], *names: str) -> Any:
+        for name in names:
+            if kwargs.get(name) is not None:
+                return kwargs[name]
+            position = self.positions.get(name)
+            if position is not None and position < len(args) and args[position] is not None:
+                return args[position]
+        return None
+
+
+class _AttentionHook:
+    """Before a converted attention module runs: its hidden states and its cache slot, for the attention function."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.arguments = _Arguments(module)
+
+    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        context = forward_context.current()
+        if context is None:
+            return  # the attention function refuses with the reason
+        context.hidden_states = self.arguments.get(args, kwargs, *HIDDEN_NAMES)
+        if context.hidden_states is None and args:
+            context.hidden_states = args[0]
+        cache = self.arguments.get(args, kwargs, *CACHE_NAMES)
+        context.slot = None if cache is None else adopt(cache, module.layer_idx)
+
+
+class _BodyHook:
+    """Before the decoder body runs: the padding mask in 2-D, positions, packed-sequence bounds."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self.arguments = _Arguments(body)
+
+    def __call__(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        get = self.arguments.get
+        tokens = get(args, kwargs, "input_ids", "inputs_embeds")
+        if tokens is None:
+            return None  # the body says what is missing
+        batch, length = tokens.shape[:2]
+        mask = get(args, kwargs, "attention_mask")
+        position_ids = get(args, kwargs, "position_ids")
+        context = ForwardContext(position_ids=position_ids)
+        changed = None
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if mask.shape[1] < length:
+                raise ValueError(
+                    f"attention_mask is {tuple(mask.shape)} but {length} new tokens came: it must cover the tokens "
+                    "seen before and the new ones"
+                )
+            context.mask = mask[:, mask.shape[1] - length :].bool()
+            if position_ids is None and "position_ids" in self.arguments.parameters:
+                # Softmax with RoPE doesn't notice a shift of all positions, but feature maps of rotated q and k do:
+                # a padded row must get the positions that it has alone.
+                position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+                context.position_ids = position_ids
+                changed = (args, {**kwargs, "position_ids": position_ids})
+        elif mask is not None:
+            context.per_layer_mask = True
+        cache = get(args, kwargs, *CACHE_NAMES)
+        context.cu_seqlens = self._packed_bounds(args, kwargs, mask, cache, position_ids, batch, length)
+        forward_context.enter(context)
+        return changed
+
+    def _packed_bounds(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        mask: Any,
+        cache: Any,
+        position_ids: Tensor | None,
+        batch: int,
+        length: int,
+    ) -> Tensor | None:
+        """Bounds (N + 1,) of packed sequences, told by `cu_seq_lens_q` or by positions that start again.
+
+        The latter under the conditions under which transformers itself separates packed sequences: no mask, no cache.
+        """
+        given = self.arguments.get(args, kwargs, "cu_seq_lens_q")
+        if given is not None:
+            return given
+        uses_cache = kwargs.get("use_cache")
+        if position_ids is None or mask is not None or cache is not None or uses_cache or length == 1:
+            return None
+        if position_ids.dim() != 2 or torch.compiler.is_compiling():
+            return None
+        starts = torch.ones(batch, length, dtype=torch.bool, device=position_ids.device)
+        starts[:, 1:] = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
+        if not bool(starts[:, 1:].any()):
+            return None
+        bounds = starts.flatten().nonzero().flatten()
+        return torch.cat([bounds, bounds.new_tensor([batch * length])])
+
+    def leave(self, body: nn.Module, args: tuple, output: Any) -> None:
+        forward_context.enter(None)

@@ -1,0 +1,95 @@
+"""The attention function that converted layers call, registered with transformers under the name "linearize"."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+from linearize.modeling import context as forward_context
+
+IMPLEMENTATION = "linearize"
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Mix query (B, H, T, D), key (B, Hk, T, D), value (B, Hk, T, Dv) with `module.linearize` into (B, T, H, Dv).
+
+    Scaling and padding come from the conversion and the running forward, not from these arguments.
+
+    Raises:
+        RuntimeError: if the module runs outside its decoder's forward, or gets more keys than queries.
+    """
+    context = forward_context.current()
+    if context is None:
+        raise RuntimeError(
+            f"converted layer {module.layer_idx} ran outside its decoder's forward, so its padding mask is unknown: "
+            "call the whole model, checkpoint with model.activation_checkpointing_enable(), or run the part under "
+            "linearize.modeling.context.running(ForwardContext(...))"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if k.shape[1] != q.shape[1]:
+        raise RuntimeError(
+            f"converted layer {module.layer_idx} got {k.shape[1]} keys for {q.shape[1]} queries: its keys come from "
+            "another layer or cache, which a recurrent state can't continue from"
+        )
+    mixer: Any = module.linearize
+    slot, context.slot = context.slot, None
+    inputs = {
+        "hidden_states": context.hidden_states,
+        "mask": forward_context.valid_tokens(context, attention_mask, q, slot),
+        "position_ids": context.position_ids,
+    }
+    context.hidden_states = None
+    # Features, states and sums stay in fp32 under autocast.
+    kind = q.device.type
+    exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    with exact:
+        if context.cu_seqlens is not None:
+            return _packed(mixer, q, k, v, context.cu_seqlens.to(q.device), inputs), None
+        before = None if slot is None else slot.state
+        out, state = mixer(q, k, v, state=before, return_state=slot is not None, **inputs)
+        if slot is not None:
+            slot.commit(state, q.shape[1], partial(_replay, mixer, (q, k, v), inputs))
+    return out.contiguous(), None
+
+
+def _packed(mixer: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Sequences packed into B rows of T tokens, each with a state of its own."""
+    batch, length = q.shape[:2]
+
+    def flat(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return x.expand(batch, *x.shape[1:]).reshape(1, batch * length, *x.shape[2:])
+
+    out, _ = mixer(flat(q), flat(k), flat(v), cu_seqlens=cu_seqlens, **{name: flat(x) for name, x in inputs.items()})
+    return out.reshape(batch, length, *out.shape[2:]).contiguous()
+
+
+@torch.no_grad()
+def _replay(mixer: Any, qkv: tuple[Tensor, ...], inputs: dict[str, Any], before: Any, keep: int) -> Any:
+    """The state after only the first `keep` tokens of an earlier call."""
+    q, k, v = (x[:, :keep] for x in qkv)
+    inputs = {name: None if x is None else x[:, :keep] for name, x in inputs.items()}
+    return mixer(q, k, v, state=before, return_state=True, **inputs)[1]
+
+
+def register() -> None:
+    """Make transformers know the implementation. It needs a mask function too: without one, padding and causality
+    of the model's softmax layers are lost in silence."""
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)

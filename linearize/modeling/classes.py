@@ -1,0 +1,246 @@
+"""Config and model classes of converted models, made at run time from the base family's own.
+
+A converted Llama is `LinearizedLlamaForCausalLM`, a `LlamaForCausalLM` with mixers attached, with model type
+"linearized_llama". The model type is changed on purpose: a checkpoint that kept the base's would load without
+linearize as the base model, silently wrong; so it fails loudly instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import linearize
+from linearize.errors import ModelError, UsageError
+
+PREFIX = "linearized_"
+BLOCK = "linearize"  # the key in config.json, and the name of each mixer submodule
+BLOCK_VERSION = 1
+REMOTE_MODULE = "modeling_linearized"
+
+
+def is_linearized(model_type: object) -> bool:
+    return isinstance(model_type, str) and model_type.startswith(PREFIX)
+
+
+class LinearizedConfigMixin:
+    """What a converted model's config adds to the base family's: the `linearize` block."""
+
+    model_type: str
+    base_model_type: str
+    linearize: dict[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
+        output["auto_map"] = auto_map(self.base_model_type)
+        output.pop("base_model_type", None)
+        return output
+
+
+class LinearizedModelMixin:
+    """What a converted model adds to the base family's: mixers, their cache slots, and checks on loading."""
+
+    # Mixers are small, and their features and gates feed sums over the whole context.
+    _keep_in_fp32_modules_strict = (BLOCK,)
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        from linearize.modeling.attach import attach
+
+        attach(self, checked_block(config))  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As transformers' own, but a tensor that is missing or belongs to no mixer raises instead of being
+        initialised or dropped.
+
+        Raises:
+            ModelError: naming the tensors.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # pyright: ignore
+        missing = sorted(info["missing_keys"])
+        unexpected = sorted(key for key in info["unexpected_keys"] if f".{BLOCK}." in key)
+        faults = [f"missing {_some(missing)}"] if missing else []
+        faults += [f"unexpected {_some(unexpected)}"] if unexpected else []
+        if faults:
+            raise ModelError(
+                f"the checkpoint doesn't fit its config: {'; '.join(faults)}",
+                "Run `linearize verify` on the folder, and convert or copy it again",
+            )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, plus the two-line file that lets `trust_remote_code=True` find linearize."""
+        result = super().save_pretrained(save_directory, *args, **kwargs)  # pyright: ignore
+        if kwargs.get("is_main_process", True):
+            path = Path(save_directory) / f"{REMOTE_MODULE}.py"
+            path.write_text(remote_code(self.config.base_model_type), encoding="utf-8")  # pyright: ignore
+        return result
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        from linearize.modeling.cache import adopt
+
+        result = super()._prepare_cache_for_generation(  # pyright: ignore
+            generation_config, model_kwargs, *args, **kwargs
+        )
+        name = "cache" if "cache" in model_kwargs else "past_key_values"
+        cache = model_kwargs.get(name)
+        if cache is not None:
+            # Now rather than at the first forward: recording for assisted decoding is switched on in between.
+            for layer in self.config.linearize["layers"]:  # pyright: ignore[reportAttributeAccessIssue]
+                if layer.get("mixer"):
+                    slot = adopt(cache, layer["layer"])
+                    if getattr(generation_config, "is_assistant", False):
+                        slot.activate_past_recording()
+        return result
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> Any:
+        from linearize.modeling.context import remembering
+
+        if "gradient_checkpointing_func" in kwargs:
+            kwargs["gradient_checkpointing_func"] = remembering(kwargs["gradient_checkpointing_func"])
+        return super()._set_gradient_checkpointing(*args, **kwargs)  # pyright: ignore
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def checked_block(config: Any) -> dict[str, Any]:
+    """The config's `linearize` block; raises `ModelError` if it is absent or of a version that isn't known here."""
+    block = getattr(config, BLOCK, None)
+    if not isinstance(block, dict) or "layers" not in block:
+        raise ModelError(f"config.json has model_type '{config.model_type}' but no '{BLOCK}' block with its layers")
+    if block.get("version") != BLOCK_VERSION:
+        raise ModelError(
+            f"config.json's '{BLOCK}' block has version {block.get('version')}, and this linearize "
+            f"({linearize.__version__}) reads version {BLOCK_VERSION}",
+            "Install the linearize version that wrote the checkpoint, or convert the base model again",
+        )
+    return block
+
+
+def classes_for(base_model_type: str) -> tuple[type, type]:
+    """(config class, model class) of converted `base_model_type` models, registered with transformers' auto classes.
+
+    Raises:
+        UsageError: if transformers has no causal language model of that type.
+    """
+    config_class = config_class_for(base_model_type)
+    return config_class, model_class_for(config_class)
+
+
+def config_class_for(base_model_type: str) -> type:
+    """The config class, made on first use and kept in this module, so that it can be pickled."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    if base_model_type not in CONFIG_MAPPING_NAMES:
+        raise UsageError(f"transformers has no model type '{base_model_type}'")
+    base = CONFIG_MAPPING[base_model_type]
+    return _make(
+        base,
+        (LinearizedConfigMixin, base),
+        {"model_type": PREFIX + base_model_type, "base_model_type": base_model_type, BLOCK: None},
+    )
+
+
+def model_class_for(config_class: type) -> type:
+    """The model class of a converted config class, made and registered on first use."""
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    base_config: Any = config_class.__mro__[2]
+    if base_config not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"transformers has no causal language model of type '{base_config.model_type}'")
+    base = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
+    model_class = _make(base, (LinearizedModelMixin, base), {"config_class": config_class})
+    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+    # Weight conversions (fused experts, renames) are looked up by model type or class name.
+    for name, alias in ((base_config.model_type, PREFIX + base_config.model_type), (base.__name__, model_class.__name__)):
+        mapping = get_checkpoint_conversion_mapping(name)
+        if mapping is not None:
+            register_checkpoint_conversion_mapping(alias, mapping, overwrite=True)
+    return model_class
+
+
+def _make(base: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
+    name = linearized_name(base.__name__)
+    made = vars(sys.modules[__name__])
+    if name not in made:
+        made[name] = type(name, bases, {**attributes, "__module__": __name__, "__doc__": base.__doc__})
+    return made[name]
+
+
+def __getattr__(name: str) -> Any:
+    """Classes by name, for unpickling in a process that hasn't made them yet."""
+    if name.startswith("Linearized"):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        for base, config_name in CONFIG_MAPPING_NAMES.items():
+            if linearized_name(config_name) == name:
+                return config_class_for(base)
+        for base, model_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+            if linearized_name(model_name) == name:
+                return classes_for(base)[1]
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def linearized_name(class_name: str) -> str:
+    return f"Linearized{class_name}"
+
+
+def class_names(base_model_type: str) -> tuple[str, str]:
+    """Names of the (config, model) classes of `base_model_type`, without importing its modules."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return (
+        linearized_name(CONFIG_MAPPING_NAMES[base_model_type]),
+        linearized_name(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base_model_type]),
+    )
+
+
+def auto_map(base_model_type: str) -> dict[str, str]:
+    """The config's `auto_map`, which `trust_remote_code=True` follows to `modeling_linearized.py`."""
+    config_name, model_name = class_names(base_model_type)
+    return {"AutoConfig": f"{REMOTE_MODULE}.{config_name}", "AutoModelForCausalLM": f"{REMOTE_MODULE}.{model_name}"}
+
+
+def remote_code(base_model_type: str) -> str:
+    """Content of `modeling_linearized.py`: it names the package, so that transformers can say that it is missing."""
+    config_name, model_name = class_names(base_model_type)
+    return (
+        "# Loads the classes of this checkpoint from the linearize package: pip install linearize\n"
+        "from linearize.modeling.classes import classes_for\n\n"
+        f'{config_name}, {model_name} = classes_for("{base_model_type}")\n'
+    )
+
+
+def linearized_config_dict(
+    raw: dict[str, Any], base_model_type: str, layers: list[dict[str, Any]], recipe: dict[str, Any]
+) -> dict[str, Any]:
+    """config.json of the converted model: the base's values untouched, but for the model type, the class names and
+    the `linearize` block."""
+    return {
+        **raw,
+        "architectures": [class_names(base_model_type)[1]],
+        "model_type": PREFIX + base_model_type,
+        "auto_map": auto_map(base_model_type),
+        BLOCK: block_for(base_model_type, layers, recipe),
+    }
+
+
+def block_for(base_model_type: str, layers: list[dict[str, Any]], recipe: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "version": BLOCK_VERSION,
+        "package_version": linearize.__version__,
+        "base_model_type": base_model_type,
+        "recipe": recipe,
+        "layers": layers,
+    }

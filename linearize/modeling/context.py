@@ -1,0 +1,125 @@
+"""What a mixer must know of the running forward that the attention function isn't given.
+
+transformers hands the attention function q, k, v and a mask whose form depends on the attention implementation. The
+hooks in `attach` put the rest here for the time of one forward: the 2-D padding mask, positions, packed-sequence
+bounds, the hidden states, and the cache slot. Nothing stays behind after the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize.modeling.cache import LinearStateLayer
+
+
+@dataclass
+class ForwardContext:
+    """One forward of a decoder body.
+
+    Attributes:
+        mask: (B, T) bool, True at real tokens; None if there is no 2-D mask.
+        per_layer_mask: whether the mask came in another form (4-D, or a dict of them), so that each layer must read
+            its own.
+        position_ids: (B or 1, T), or None.
+        cu_seqlens: (N + 1,) bounds of sequences packed into B * T tokens, or None.
+        hidden_states: (B, T, hidden) input of the attention module that is running.
+        slot: where that module's state lives, or None without a cache.
+    """
+
+    mask: Tensor | None = None
+    per_layer_mask: bool = False
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    hidden_states: Tensor | None = None
+    slot: LinearStateLayer | None = None
+
+
+def valid_tokens(
+    context: ForwardContext, attention_mask: Any, q: Tensor, slot: LinearStateLayer | None
+) -> Tensor | None:
+    """(B, T) bool of real tokens among the new ones of q (B, T, H, D); None if all are.
+
+    `attention_mask` is what the layer itself was given, `slot` its cache slot, which has counted the new tokens.
+    """
+    if not context.per_layer_mask:
+        return None if context.mask is None else context.mask.to(q.device)
+    if attention_mask is None:
+        return None
+    return _diagonal(attention_mask, q.shape[1], slot).to(q.device)
+
+
+def _diagonal(mask: Tensor, length: int, slot: LinearStateLayer | None) -> Tensor:
+    """Which of the last `length` tokens are real, read off a (B, 1, T, KV) mask: a real token sees itself.
+
+    The diagonal is the only safe place: the last row of a sliding layer's mask hides old tokens too.
+    """
+    if mask.dim() == 2:
+        return mask[:, -length:].bool()
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    rows = torch.arange(length, device=mask.device)
+    if slot is not None and slot.is_static:
+        # A static cache's mask is as long as the cache; the new tokens stand where the slot says (before its update
+        # it had seen `seen - length`).
+        columns = rows + (slot.seen - length)
+    else:
+        columns = rows + (mask.shape[-1] - length)
+    return visible[:, 0, rows, columns]
+
+
+class _Current(threading.local):
+    """The running forward of each thread: two threads may run one model at the same time."""
+
+    value: ForwardContext | None = None
+
+
+_current = _Current()
+
+
+def current() -> ForwardContext | None:
+    """The context of the forward that runs in this thread, or None outside of one."""
+    return _current.value
+
+
+def enter(context: ForwardContext | None) -> None:
+    """Make `context` the running one; None ends it."""
+    _current.value = context
+
+
+@contextmanager
+def running(context: ForwardContext | None) -> Iterator[None]:
+    """Run a block under `context`: for a part of a decoder that is called outside the decoder's own forward."""
+    before = _current.value
+    _current.value = context
+    try:
+        yield
+    finally:
+        _current.value = before
+
+
+def remembering(checkpoint: Callable) -> Callable:
+    """Wrap a gradient-checkpointing function, so that the recomputation in backward runs under the context that the
+    forward had: the body's hook, which sets it, doesn't run again."""
+
+    def checkpoint_with_context(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        context = current()
+        if context is None:
+            return checkpoint(function, *args, **kwargs)
+        # A copy, since hidden_states and slot change from layer to layer.
+        context = ForwardContext(
+            context.mask, context.per_layer_mask, context.position_ids, context.cu_seqlens, None, None
+        )
+
+        def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            with running(context):
+                return function(*inner_args, **inner_kwargs)
+
+        return checkpoint(run, *args, **kwargs)
+
+    return checkpoint_with_context
