@@ -54,13 +54,23 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
         private._attn_implementation_internal = attention.IMPLEMENTATION
         module.config = private
         module.register_forward_pre_hook(_AttentionHook(module), with_kwargs=True)
-    body = model.get_decoder()
+    body = _body(model, [layer["module"] for layer in converted])
     hook = _BodyHook(body)
     body.register_forward_pre_hook(hook, with_kwargs=True)
     body.register_forward_hook(hook.leave, always_call=True)
     if len(converted) == len(block["layers"]):
         # No softmax layer is left to need a T x T mask.
-        body.config._attn_implementation_internal = attention.IMPLEMENTATION
+        model.config._attn_implementation_internal = attention.IMPLEMENTATION
+
+
+def _body(model: Any, names: list[str]) -> Any:
+    """The module whose forward sees the padding mask and holds all converted attention modules."""
+    candidates = [model.get_decoder(), getattr(model, model.base_model_prefix, None), model]
+    attention_modules = {id(model.get_submodule(name)) for name in names}
+    for candidate in candidates:
+        if candidate is not None and attention_modules <= {id(module) for module in candidate.modules()}:
+            return candidate
+    raise AssertionError("unreachable: the model holds its own modules")
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -71,9 +81,7 @@ class _Arguments:
     """Reads and sets arguments of a module's forward by name, however the caller passed them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = inspect.signature(module.forward).parameters
-        self.positions = {name: i for i, name in enumerate(self.parameters)}
-        self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())
+        self.positions = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
 
     def get(self, args: tuple, kwargs: dict[str, Any], *names: str) -> Any:
         for name in names:
@@ -125,7 +133,7 @@ class _BodyHook:
                     "seen before and the new ones"
                 )
             context.mask = mask[:, mask.shape[1] - length :].bool()
-            if position_ids is None and "position_ids" in self.arguments.parameters:
+            if position_ids is None and "position_ids" in self.arguments.positions:
                 # Softmax with RoPE doesn't notice a shift of all positions, but feature maps of rotated q and k do:
                 # a padded row must get the positions that it has alone.
                 position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]

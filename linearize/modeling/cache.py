@@ -182,6 +182,7 @@ def adopt(cache: Cache, layer: int) -> LinearStateLayer:
         RuntimeError: if the stock layer holds tokens already, which the mixer has never seen.
         TypeError: if `cache` isn't made of layers.
     """
+    cache = getattr(cache, "self_attention_cache", cache)
     if not hasattr(cache, "layers"):
         raise TypeError(f"converted layers need a transformers Cache, not {type(cache).__name__}: pass DynamicCache()")
     template = getattr(cache, "layer_class_to_replicate", None)

@@ -8,18 +8,34 @@ families is needed, and a family that transformers adds tomorrow is covered toda
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from linearize.errors import ModelError
 from linearize.mixers.registry import AttentionShape
 
 PROBE = "linearize_probe"
+MASKED_PROBE = "linearize_probe_masked"
+TOKENS = 2
+# Tensors that tell where tokens stand, which mixers learn from the running forward.
+CONTEXT_ARGUMENTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+LEFT_OUT = {
+    "s_aux": "the attention-sink logit",
+    "sinks": "the attention-sink logit",
+    "position_bias": "the position bias",
+    "indices": "the sparse selection of keys",
+    "block_indices": "the sparse selection of keys",
+}
 CONSTANT_SIZE_TYPES = ("sliding_attention", "chunked_attention")
 _OWN_ATTENTION = (
     "model type '{}' computes attention in its own code (not through transformers' AttentionInterface), so it can't "
@@ -74,7 +90,8 @@ def probe(config: PreTrainedConfig) -> Probe:
     layers = _describe(calls, names, model.config)
     num_layers = getattr(model.config, "num_hidden_layers", None) or len(layers)
     if all(layer.refusal for layer in layers):
-        raise ModelError(f"model type '{config.model_type}' has no attention layer to convert: {layers[0].refusal}")
+        reason = layers[0].refusal if layers else "its attention isn't over tokens"
+        raise ModelError(f"model type '{config.model_type}' has no attention layer to convert: {reason}")
     return Probe(config.model_type, type(model).__name__, num_layers, layers)
 
 
@@ -99,7 +116,9 @@ def _meta_model(config: PreTrainedConfig) -> Any:
             f"model type '{model_type}' nests its decoder in a multimodal config, which linearize doesn't take yet",
             "Convert the text-only variant of the model",
         )
-    AttentionInterface.register(PROBE, _record)
+    for implementation in (PROBE, MASKED_PROBE):
+        AttentionInterface.register(implementation, _record)
+    AttentionMaskInterface.register(MASKED_PROBE, eager_mask)
     config = copy.deepcopy(config)
     # Routing of experts that doesn't depend on values, as the meta device has none.
     config._experts_implementation = "batched_mm"
@@ -132,73 +151,101 @@ def _record(
 _notes: _Notes | None = None
 
 
+class _MadeUpValues(TorchDispatchMode):
+    """Answers questions about values, which meta tensors don't have: 1 for a number, nothing selected for a routing.
+
+    Some families branch on values (which expert gets which token, is anything padded). What they do there doesn't
+    change the shape of attention.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype).item()
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_empty(0, args[0].dim(), dtype=torch.long)
+        return func(*args, **(kwargs or {}))
+
+
 def _run(model: Any, model_type: str) -> list[tuple]:
+    """The calls of one forward. Families differ in what they take without values: some look into a missing mask,
+    some look at the values of a given one, some slice the mask that the implementation makes."""
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    failures = []
+    for made_up in (False, True):
+        for implementation, mask in ((PROBE, None), (PROBE, torch.ones_like(tokens)), (MASKED_PROBE, None)):
+            model.config._attn_implementation = implementation
+            try:
+                with torch.no_grad(), torch.device("meta"), _MadeUpValues() if made_up else nullcontext():
+                    calls = _noting(lambda mask=mask: model(input_ids=tokens, attention_mask=mask, use_cache=True))
+            except Exception as error:
+                failures.append(error)
+                continue
+            if not calls:
+                raise ModelError(_OWN_ATTENTION.format(model_type))
+            return calls
+    raise ModelError(
+        f"model type '{model_type}' can't be run without weights, so its attention can't be learned "
+        f"({type(failures[0]).__name__}: {_first_line(failures[0])})"
+    ) from failures[0]
+
+
+def _noting(forward: Callable[[], Any]) -> list[tuple]:
     global _notes
-    _notes = _Notes()
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    notes = _notes = _Notes()
     try:
-        with torch.no_grad(), torch.device("meta"):
-            # A mask is given because some families look into a missing one.
-            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=True)
-    except Exception as error:
-        raise ModelError(
-            f"model type '{model_type}' can't be run without weights, so its attention can't be learned "
-            f"({type(error).__name__}: {_first_line(error)})"
-        ) from error
+        forward()
     finally:
-        calls, _notes = _notes.calls, None
-    if not calls:
-        raise ModelError(_OWN_ATTENTION.format(model_type))
-    return calls
+        _notes = None
+    return notes.calls
 
 
 def _describe(calls: list[tuple], names: dict[int, str], config: Any) -> tuple[ProbedLayer, ...]:
-    counts: dict[int, int] = {}
+    counts = Counter(id(module) for module, *_ in calls)
     key_owner: dict[int, nn.Module] = {}
     readers: dict[int, nn.Module] = {}  # id of a module -> one that reads its keys
     for module, _, key, *_ in calls:
-        counts[id(module)] = counts.get(id(module), 0) + 1
         owner = key_owner.setdefault(id(key), module)
         if owner is not module:
             readers[id(owner)] = module
-    layers = []
+    layers: dict[str, ProbedLayer] = {}
     for module, query, key, value, scaling, kwargs in calls:
-        if counts.get(id(module)) is None:
-            continue
-        layer_types = getattr(config, "layer_types", None)
-        layer = getattr(module, "layer_idx", None)
-        refusal = ""
-        if counts.pop(id(module)) > 1:
-            refusal = "its attention function is called more than once per forward"
-        elif layer is None:
-            refusal = "its module doesn't know its layer index"
-        elif getattr(module, "is_cross_attention", False) or not getattr(module, "is_causal", True):
-            refusal = "its attention isn't causal self-attention"
-        elif key_owner[id(key)] is not module or getattr(module, "is_kv_shared_layer", False):
-            refusal = "it reads the keys of an earlier layer, which a state of its own can't follow"
-        elif id(module) in readers:
-            refusal = f"layer {getattr(readers[id(module)], 'layer_idx', '?')} reads its keys"
-        elif key.shape[-2] != query.shape[-2]:
-            refusal = f"it attends from {query.shape[-2]} queries to {key.shape[-2]} keys of the same tokens"
-        elif query.shape[1] % key.shape[1]:
-            refusal = f"its {query.shape[1]} query heads don't divide into {key.shape[1]} key heads"
-        kind = "full_attention"
-        typed = layer_types[layer] if layer_types and layer is not None and layer < len(layer_types) else None
-        if typed in CONSTANT_SIZE_TYPES or kwargs.get("sliding_window") is not None:
-            kind = "sliding_attention"
-        heads, key_heads = query.shape[1], key.shape[1]
+        name, layer = names[id(module)], getattr(module, "layer_idx", None)
+        if query.shape[2] != TOKENS or name in layers:
+            continue  # attention over something else than tokens, or another call of the same module
         shape = AttentionShape(
-            num_heads=heads,
-            num_key_value_heads=key_heads,
+            num_heads=query.shape[1],
+            num_key_value_heads=key.shape[1],
             head_dim=query.shape[-1],
             v_head_dim=value.shape[-1],
             hidden_size=config.hidden_size,
             scaling=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
             softcap=kwargs.get("softcap"),
         )
-        index = layer if layer is not None else len(layers)
-        layers.append(ProbedLayer(index, names[id(module)], kind, shape, refusal, _left_out(kwargs)))
-    return tuple(sorted(layers, key=lambda entry: entry.layer))
+        if not isinstance(layer, int) or layer < 0:
+            refusal, layer = "its module doesn't know its layer, so its cache slot can't be told", -1
+        elif counts[id(module)] > 1:
+            refusal = "its attention function is called more than once per forward"
+        elif getattr(module, "is_cross_attention", False) or getattr(module, "is_causal", True) is False:
+            refusal = "its attention isn't causal self-attention"
+        elif key_owner[id(key)] is not module or getattr(module, "is_kv_shared_layer", False):
+            refusal = "it reads the keys of an earlier layer, which a state of its own can't follow"
+        elif id(module) in readers:
+            refusal = f"layer {getattr(readers[id(module)], 'layer_idx', '?')} reads its keys"
+        elif key.shape[-2] != query.shape[-2]:
+            refusal = f"its {key.shape[-2]} keys for {query.shape[-2]} tokens aren't one key per token"
+        elif query.shape[1] % key.shape[1]:
+            refusal = f"its {query.shape[1]} query heads don't divide into {key.shape[1]} key heads"
+        else:
+            refusal = ""
+        layers[name] = ProbedLayer(layer, name, _kind(config, layer, kwargs), shape, refusal, _left_out(kwargs))
+    return tuple(sorted(layers.values(), key=lambda entry: entry.layer))
+
+
+def _kind(config: Any, layer: int, kwargs: dict[str, Any]) -> str:
+    types = getattr(config, "layer_types", None) or ()
+    typed = types[layer] if 0 <= layer < len(types) else None
+    constant = typed in CONSTANT_SIZE_TYPES or kwargs.get("sliding_window") is not None
+    return "sliding_attention" if constant else "full_attention"
 
 
 def _left_out(kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -206,10 +253,9 @@ def _left_out(kwargs: dict[str, Any]) -> tuple[str, ...]:
     notes = []
     if kwargs.get("softcap") is not None:
         notes.append(f"logit soft-capping ({kwargs['softcap']}) holds in the window only")
-    if kwargs.get("s_aux") is not None:
-        notes.append("learned attention-sink logits are left out")
-    if kwargs.get("position_bias") is not None:
-        notes.append("the position bias is left out")
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and name not in CONTEXT_ARGUMENTS:
+            notes.append(f"{LEFT_OUT.get(name, f'the argument {name}')} is left out")
     return tuple(notes)
 
 
