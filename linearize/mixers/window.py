@@ -17,8 +17,10 @@ from linearize.mixers.linear import State, accumulate_dtype, build_feature_map
 from linearize.mixers.registry import AttentionShape
 
 # sigmoid of these is the share gamma that the exact part starts with. Maps that estimate the softmax kernel itself
-# are on the exact part's own scale, so gamma starts near 1, which makes the sum an estimate of full softmax.
-GATE_START = 0.0
+# are on the exact part's own scale, so gamma starts near 1, which makes the sum an estimate of full softmax. For the
+# others a start above 0 leans on the exact part, and still leaves the sigmoid a slope to learn on
+# (benchmarks/untrained.py compares starts).
+GATE_START = 2.0
 GATE_START_ABSOLUTE = 4.6
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from linearize.modeling import context as forward_context
 
@@ -88,8 +88,13 @@ def _replay(mixer: Any, qkv: tuple[Tensor, ...], inputs: dict[str, Any], before:
     return mixer(q, k, v, state=before, return_state=True, **inputs)[1]
 
 
+def padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """The mask of a model without softmax layers: the (B, T) padding mask as it is, never a T x T one."""
+    return attention_mask
+
+
 def register() -> None:
     """Make transformers know the implementation. It needs a mask function too: without one, padding and causality
     of the model's softmax layers are lost in silence."""
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)

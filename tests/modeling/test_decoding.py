@@ -322,3 +322,24 @@ def test_a_layer_called_on_its_own_refuses_instead_of_guessing_the_mask():
     positions = model.model.rotary_emb(hidden, torch.arange(4)[None])
     with pytest.raises(RuntimeError, match="converted layer 0 ran outside its decoder's forward"):
         model.model.layers[0](hidden, position_embeddings=positions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["favor", "window-hedgehog", "window-sinks"])
+def test_compiles_in_one_graph(recipe):
+    model = converted(recipe)
+    ids = tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for kwargs in ({}, {"attention_mask": mask}):
+        torch.testing.assert_close(
+            logits(compiled, ids, use_cache=False, **kwargs), logits(model, ids, use_cache=False, **kwargs)
+        )
+    cache, eager_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    logits(model, ids, cache=cache, use_cache=True)
+    logits(model, ids, cache=eager_cache, use_cache=True)
+    step = tokens(2, 1)
+    torch.testing.assert_close(
+        logits(compiled, step, cache=cache, use_cache=True), logits(model, step, cache=eager_cache, use_cache=True)
+    )
