@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 State = dict[str, Tensor]
 
@@ -175,6 +180,42 @@ class LinearStateLayer(CacheLayerMixin):
         self._log.clear()
 
 
+class LinearStateAndConvLayer(LinearStateLayer, LinearAttentionLayer):
+    """As `LinearStateLayer`, where a convolution or recurrence of the same decoder layer keeps its states in the slot
+    beside attention (Falcon-H1). Those stay the stock layer's own, and may be filled before attention runs."""
+
+    def __init__(self, like: Any) -> None:
+        LinearStateLayer.__init__(self, like)
+        for name, value in vars(like).items():
+            vars(self).setdefault(name, value)
+
+    @property
+    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return bool(LinearAttentionLayer.is_croppable.__get__(self))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        owner = LinearStateLayer if args else LinearAttentionLayer
+        owner.lazy_initialization(self, *args, **kwargs)
+
+    def offload(self) -> None:
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        LinearStateLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        LinearStateLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        LinearStateLayer.crop(self, tokens_to_remove)
+
+
 def adopt(cache: Cache, layer: int) -> LinearStateLayer:
     """The state slot of `layer` in `cache`, put in the place of the stock layer if it isn't there yet.
 
@@ -198,5 +239,6 @@ def adopt(cache: Cache, layer: int) -> LinearStateLayer:
             f"layer {layer} of the cache was filled by softmax attention (prefix tuning, or a cache of another model), "
             "but this layer is converted and can't continue from keys and values: start from an empty cache"
         )
-    cache.layers[layer] = LinearStateLayer(like=slot)
+    shared = isinstance(slot, LinearAttentionCacheLayerMixin)
+    cache.layers[layer] = LinearStateAndConvLayer(slot) if shared else LinearStateLayer(slot)
     return cache.layers[layer]

@@ -133,13 +133,15 @@ def classes_for(base_model_type: str) -> tuple[type, type]:
 
 def config_class_for(base_model_type: str) -> type:
     """The config class, made on first use and kept in this module, so that it can be pickled."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if base_model_type not in CONFIG_MAPPING_NAMES:
-        raise UsageError(f"transformers has no model type '{base_model_type}'")
+    if base_model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UsageError(f"transformers has no causal language model of type '{base_model_type}'")
     base = CONFIG_MAPPING[base_model_type]
     return _make(
         base,
+        class_names(base_model_type)[0],
         (LinearizedConfigMixin, base),
         {"model_type": PREFIX + base_model_type, "base_model_type": base_model_type, BLOCK: None},
     )
@@ -155,10 +157,9 @@ def model_class_for(config_class: type) -> type:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     base_config: Any = config_class.__mro__[2]
-    if base_config not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(f"transformers has no causal language model of type '{base_config.model_type}'")
     base = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
-    model_class = _make(base, (LinearizedModelMixin, base), {"config_class": config_class})
+    name = class_names(config_class.base_model_type)[1]  # pyright: ignore[reportAttributeAccessIssue]
+    model_class = _make(base, name, (LinearizedModelMixin, base), {"config_class": config_class})
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
     # Weight conversions (fused experts, renames) are looked up by model type or class name.
     for name, alias in ((base_config.model_type, PREFIX + base_config.model_type), (base.__name__, model_class.__name__)):
@@ -168,8 +169,7 @@ def model_class_for(config_class: type) -> type:
     return model_class
 
 
-def _make(base: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    name = linearized_name(base.__name__)
+def _make(base: type, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
     made = vars(sys.modules[__name__])
     if name not in made:
         made[name] = type(name, bases, {**attributes, "__module__": __name__, "__doc__": base.__doc__})
@@ -179,31 +179,28 @@ def _make(base: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> ty
 def __getattr__(name: str) -> Any:
     """Classes by name, for unpickling in a process that hasn't made them yet."""
     if name.startswith("Linearized"):
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        for base, config_name in CONFIG_MAPPING_NAMES.items():
-            if linearized_name(config_name) == name:
-                return config_class_for(base)
-        for base, model_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-            if linearized_name(model_name) == name:
-                return classes_for(base)[1]
+        for base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            if name in class_names(base):
+                return classes_for(base)[class_names(base).index(name)]
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
-def linearized_name(class_name: str) -> str:
-    return f"Linearized{class_name}"
-
-
 def class_names(base_model_type: str) -> tuple[str, str]:
-    """Names of the (config, model) classes of `base_model_type`, without importing its modules."""
+    """Names of the (config, model) classes of `base_model_type`, without importing its modules.
+
+    Several model types share one model class (Exaone is a LlamaForCausalLM), but a model class has one config class:
+    the name of such a class tells the config too.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return (
-        linearized_name(CONFIG_MAPPING_NAMES[base_model_type]),
-        linearized_name(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base_model_type]),
-    )
+    config_name = CONFIG_MAPPING_NAMES[base_model_type]
+    model_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base_model_type]
+    family = config_name.removesuffix("Config").removesuffix("Text")
+    own = model_name.startswith(family)
+    return f"Linearized{config_name}", f"Linearized{model_name}" if own else f"Linearized{family}{model_name}"
 
 
 def auto_map(base_model_type: str) -> dict[str, str]:

@@ -16,8 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -36,6 +42,13 @@ LEFT_OUT = {
     "indices": "the sparse selection of keys",
     "block_indices": "the sparse selection of keys",
 }
+# Cache slots that a state can stand in for; others hold what attention reads beside keys and values.
+PLAIN_SLOTS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 CONSTANT_SIZE_TYPES = ("sliding_attention", "chunked_attention")
 _OWN_ATTENTION = (
     "model type '{}' computes attention in its own code (not through transformers' AttentionInterface), so it can't "
@@ -85,9 +98,9 @@ def probe(config: PreTrainedConfig) -> Probe:
         ModelError: with the reason, if the model isn't a decoder whose attention can be replaced.
     """
     model = _meta_model(config)
-    calls = _run(model, config.model_type)
+    calls, cache = _run(model, config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
-    layers = _describe(calls, names, model.config)
+    layers = _describe(calls, cache, names, model.config)
     num_layers = getattr(model.config, "num_hidden_layers", None) or len(layers)
     if all(layer.refusal for layer in layers):
         reason = layers[0].refusal if layers else "its attention isn't over tokens"
@@ -151,23 +164,32 @@ def _record(
 _notes: _Notes | None = None
 
 
-class _MadeUpValues(TorchDispatchMode):
+class _MadeUpValues(TorchFunctionMode):
     """Answers questions about values, which meta tensors don't have: 1 for a number, nothing selected for a routing.
 
     Some families branch on values (which expert gets which token, is anything padded). What they do there doesn't
     change the shape of attention.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return torch.ones((), dtype=args[0].dtype).item()
-        if func is torch.ops.aten.nonzero.default:
-            return args[0].new_empty(0, args[0].dim(), dtype=torch.long)
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            x = args[0]
+            if name in ("__bool__", "__int__", "__index__", "__float__", "item"):
+                number = torch.ones((), dtype=x.dtype, device="cpu").item()
+                return {"__bool__": bool, "__float__": float, "item": lambda n: n}.get(name, int)(number)
+            if name in ("tolist", "cpu"):
+                ones = torch.ones(x.shape, dtype=x.dtype, device="cpu")
+                return ones.tolist() if name == "tolist" else ones
+            if name == "nonzero":
+                return torch.empty(0, x.dim(), dtype=torch.long, device="meta")
+            if name == "where" and len(args) == 1:
+                return tuple(torch.empty(0, dtype=torch.long, device="meta") for _ in range(x.dim()))
+        return function(*args, **(kwargs or {}))
 
 
-def _run(model: Any, model_type: str) -> list[tuple]:
-    """The calls of one forward. Families differ in what they take without values: some look into a missing mask,
+def _run(model: Any, model_type: str) -> tuple[list[tuple], Any]:
+    """The attention calls of one forward, and the cache that it filled. Families differ in what they take without values: some look into a missing mask,
     some look at the values of a given one, some slice the mask that the implementation makes."""
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     failures = []
@@ -176,30 +198,32 @@ def _run(model: Any, model_type: str) -> list[tuple]:
             model.config._attn_implementation = implementation
             try:
                 with torch.no_grad(), torch.device("meta"), _MadeUpValues() if made_up else nullcontext():
-                    calls = _noting(lambda mask=mask: model(input_ids=tokens, attention_mask=mask, use_cache=True))
+                    calls, output = _noting(
+                        lambda mask=mask: model(input_ids=tokens, attention_mask=mask, use_cache=True)
+                    )
             except Exception as error:
                 failures.append(error)
                 continue
             if not calls:
                 raise ModelError(_OWN_ATTENTION.format(model_type))
-            return calls
+            return calls, output.get("cache", output.get("past_key_values"))
     raise ModelError(
         f"model type '{model_type}' can't be run without weights, so its attention can't be learned "
         f"({type(failures[0]).__name__}: {_first_line(failures[0])})"
     ) from failures[0]
 
 
-def _noting(forward: Callable[[], Any]) -> list[tuple]:
+def _noting(forward: Callable[[], Any]) -> tuple[list[tuple], Any]:
     global _notes
     notes = _notes = _Notes()
     try:
-        forward()
+        output = forward()
     finally:
         _notes = None
-    return notes.calls
+    return notes.calls, output
 
 
-def _describe(calls: list[tuple], names: dict[int, str], config: Any) -> tuple[ProbedLayer, ...]:
+def _describe(calls: list[tuple], cache: Any, names: dict[int, str], config: Any) -> tuple[ProbedLayer, ...]:
     counts = Counter(id(module) for module, *_ in calls)
     key_owner: dict[int, nn.Module] = {}
     readers: dict[int, nn.Module] = {}  # id of a module -> one that reads its keys
@@ -236,9 +260,16 @@ def _describe(calls: list[tuple], names: dict[int, str], config: Any) -> tuple[P
         elif query.shape[1] % key.shape[1]:
             refusal = f"its {query.shape[1]} query heads don't divide into {key.shape[1]} key heads"
         else:
-            refusal = ""
+            refusal = _slot_refusal(cache, layer)
         layers[name] = ProbedLayer(layer, name, _kind(config, layer, kwargs), shape, refusal, _left_out(kwargs))
     return tuple(sorted(layers.values(), key=lambda entry: entry.layer))
+
+
+def _slot_refusal(cache: Any, layer: int) -> str:
+    slots = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
+    if slots is None or layer >= len(slots) or type(slots[layer]) in PLAIN_SLOTS:
+        return ""
+    return f"its cache slot ({type(slots[layer]).__name__}) keeps more than keys and values"
 
 
 def _kind(config: Any, layer: int, kwargs: dict[str, Any]) -> str:

@@ -238,3 +238,18 @@ def test_a_config_from_elsewhere_is_refused_with_the_reason(change, message, tmp
 def test_converting_twice_is_refused():
     with pytest.raises(ModelError, match="converted already"):
         linearize.linearize_(converted())
+
+
+def test_class_names_are_unique():
+    """Model types that share a model class (Exaone and Llama) can be loaded in one process."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from linearize.modeling.classes import class_names
+
+    owners: dict[str, set[str]] = {}
+    for base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for name in class_names(base):
+            # A multimodal config shares its class with its text config, and is refused.
+            owners.setdefault(name, set()).add(CONFIG_MAPPING_NAMES[base].replace("TextConfig", "Config"))
+    assert {name: found for name, found in owners.items() if len(found) > 1} == {}
