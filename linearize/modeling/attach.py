@@ -20,11 +20,8 @@ from linearize.mixers.registry import AttentionShape
 from linearize.modeling import attention
 from linearize.modeling import context as forward_context
 from linearize.modeling.cache import adopt
+from linearize.modeling.compat import CACHE_NAMES, HIDDEN_NAMES
 from linearize.modeling.context import ForwardContext
-
-# The names under which decoder families take these arguments.
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
-HIDDEN_NAMES = ("hidden_states", "x")
 
 
 def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from linearize.modeling import compat
+from linearize.modeling.compat import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 State = dict[str, Tensor]
 
@@ -81,8 +79,9 @@ class LinearStateLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.20
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """(kv_length, kv_offset) that the replaced layer would have given."""
+        query_length = compat.query_length(query_length)
         if self.is_static and not self.is_sliding:
             return self.max_cache_len, 0  # pyright: ignore[reportReturnType]
         seen = int(self.seen)
@@ -151,12 +150,10 @@ class LinearStateLayer(CacheLayerMixin):
         """Forget the last `-tokens_to_remove` tokens (transformers' sign: at most 0).
 
         Raises:
-            ValueError: for a positive count.
+            ValueError: for a positive count, where this transformers version refuses it.
             RuntimeError: if those tokens were not recorded, since a recurrent state can't be undone without.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass a negative count of tokens to remove")
-        remove = -tokens_to_remove
+        remove = compat.tokens_to_remove(tokens_to_remove, int(self.seen))
         if remove and self.state is not None and remove > sum(length for _, length, _ in self._log):
             raise RuntimeError(
                 f"can't crop {remove} tokens off a linear-attention state: call cache.activate_past_recording() "

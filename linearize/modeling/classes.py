@@ -80,12 +80,12 @@ class LinearizedModelMixin:
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         from linearize.modeling.cache import adopt
+        from linearize.modeling.compat import cache_of
 
         result = super()._prepare_cache_for_generation(  # pyright: ignore
             generation_config, model_kwargs, *args, **kwargs
         )
-        name = "cache" if "cache" in model_kwargs else "past_key_values"
-        cache = model_kwargs.get(name)
+        cache = cache_of(model_kwargs)
         if cache is not None:
             # Now rather than at the first forward: recording for assisted decoding is switched on in between.
             for layer in self.config.linearize["layers"]:  # pyright: ignore[reportAttributeAccessIssue]
@@ -150,22 +150,18 @@ def config_class_for(base_model_type: str) -> type:
 def model_class_for(config_class: type) -> type:
     """The model class of a converted config class, made and registered on first use."""
     from transformers import AutoModelForCausalLM
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        register_checkpoint_conversion_mapping,
-    )
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from linearize.modeling.compat import alias_weight_conversions
 
     base_config: Any = config_class.__mro__[2]
     base = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     name = class_names(config_class.base_model_type)[1]  # pyright: ignore[reportAttributeAccessIssue]
     model_class = _make(base, name, (LinearizedModelMixin, base), {"config_class": config_class})
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
-    # Weight conversions (fused experts, renames) are looked up by model type or class name.
-    for name, alias in ((base_config.model_type, PREFIX + base_config.model_type), (base.__name__, model_class.__name__)):
-        mapping = get_checkpoint_conversion_mapping(name)
-        if mapping is not None:
-            register_checkpoint_conversion_mapping(alias, mapping, overwrite=True)
+    alias_weight_conversions(
+        [(base_config.model_type, PREFIX + base_config.model_type), (base.__name__, model_class.__name__)]
+    )
     return model_class
 
 

@@ -18,17 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from linearize.errors import ModelError
 from linearize.mixers.registry import AttentionShape
+from linearize.modeling import compat
 
 PROBE = "linearize_probe"
 MASKED_PROBE = "linearize_probe_masked"
@@ -42,13 +37,6 @@ LEFT_OUT = {
     "indices": "the sparse selection of keys",
     "block_indices": "the sparse selection of keys",
 }
-# Cache slots that a state can stand in for; others hold what attention reads beside keys and values.
-PLAIN_SLOTS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
 CONSTANT_SIZE_TYPES = ("sliding_attention", "chunked_attention")
 _OWN_ATTENTION = (
     "model type '{}' computes attention in its own code (not through transformers' AttentionInterface), so it can't "
@@ -197,7 +185,8 @@ def _run(model: Any, model_type: str) -> tuple[list[tuple], Any]:
         for implementation, mask in ((PROBE, None), (PROBE, torch.ones_like(tokens)), (MASKED_PROBE, None)):
             model.config._attn_implementation = implementation
             try:
-                with torch.no_grad(), torch.device("meta"), _MadeUpValues() if made_up else nullcontext():
+                guess = _MadeUpValues() if made_up else nullcontext()
+                with torch.no_grad(), torch.device("meta"), compat.meta_autocast(), guess:
                     calls, output = _noting(
                         lambda mask=mask: model(input_ids=tokens, attention_mask=mask, use_cache=True)
                     )
@@ -206,7 +195,7 @@ def _run(model: Any, model_type: str) -> tuple[list[tuple], Any]:
                 continue
             if not calls:
                 raise ModelError(_OWN_ATTENTION.format(model_type))
-            return calls, output.get("cache", output.get("past_key_values"))
+            return calls, compat.cache_of(output)
     raise ModelError(
         f"model type '{model_type}' can't be run without weights, so its attention can't be learned "
         f"({type(failures[0]).__name__}: {_first_line(failures[0])})"
@@ -267,7 +256,7 @@ def _describe(calls: list[tuple], cache: Any, names: dict[int, str], config: Any
 
 def _slot_refusal(cache: Any, layer: int) -> str:
     slots = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
-    if slots is None or layer >= len(slots) or type(slots[layer]) in PLAIN_SLOTS:
+    if slots is None or layer >= len(slots) or type(slots[layer]) in compat.PLAIN_SLOTS:
         return ""
     return f"its cache slot ({type(slots[layer]).__name__}) keeps more than keys and values"
 
