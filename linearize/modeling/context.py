@@ -70,7 +70,16 @@ def _diagonal(mask: Tensor, length: int, slot: LinearStateLayer | None) -> Tenso
         columns = rows + (slot.seen - length)
     else:
         columns = rows + (mask.shape[-1] - length)
-    return visible[:, 0, rows, columns]
+    valid = visible[:, 0, rows, columns]
+    if length > 1 and not torch.compiler.is_compiling():
+        before = visible[:, 0, rows[1:], columns[:-1]] | ~(valid[:, 1:] & valid[:, :-1])
+        after = visible[:, 0, rows[:-1], columns[1:]]
+        if not bool(before.all() & ~after.any()):
+            raise ValueError(
+                "attention_mask is a 4-D mask that is more than causal with padding, and a recurrent state can't follow "
+                "it: pass a (batch, length) mask, and position_ids that start again at each packed sequence"
+            )
+    return valid
 
 
 class _Current(threading.local):

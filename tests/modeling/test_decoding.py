@@ -234,6 +234,27 @@ def test_packed_sequences_equal_separate_ones(recipe):
     torch.testing.assert_close(both, torch.cat([separate, reverse]), **TOLERANCE)
 
 
+def test_a_four_dimensional_mask_is_read_or_refused():
+    """Causal with padding is followed; block-diagonal and bidirectional ones can't be, so they raise."""
+    model = converted("window-hedgehog")
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()[None, None] & mask.bool()[:, None, None, :]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    kept = mask.bool()
+    torch.testing.assert_close(
+        logits(model, ids, attention_mask=causal, position_ids=positions, use_cache=False)[kept],
+        logits(model, ids, attention_mask=mask)[kept],
+        **TOLERANCE,
+    )
+    packed = causal.clone()
+    packed[:, :, 7:, :7] = False
+    for wrong in (packed, torch.ones_like(causal)):
+        with pytest.raises(ValueError, match="more than causal with padding"):
+            logits(model, ids, attention_mask=wrong, use_cache=False)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_gradient(reentrant):
     """With padding, which the recomputation has to know of though the decoder's own forward doesn't run again."""
