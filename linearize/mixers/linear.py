@@ -77,6 +77,9 @@ class LinearMixer(nn.Module):
             return_state=return_state,
             cu_seqlens=cu_seqlens,
             mask=mask,
+            # Relative to the largest key so far, sums of a map with log scales are rightly tiny where a query is far
+            # from that key: its floor only has to keep 0 / 0 away.
+            eps=1e-6 if phi_k.log_scale is None else 1e-30,
         )
         if return_state:
             return result[0], result[1]._asdict()

@@ -115,7 +115,9 @@ def check_options(kind: str, name: str, entry: Entry, options: Mapping[str, Any]
         if key not in entry.options:
             known = ", ".join(sorted(entry.options)) or "none"
             hint = did_you_mean(key, entry.options)
-            raise UsageError(f"{kind} '{name}' has no option '{key}'; it takes: {known}" + (f"; {hint}" if hint else ""))
+            raise UsageError(
+                f"{kind} '{name}' has no option '{key}'; it takes: {known}" + (f"; {hint}" if hint else "")
+            )
     return {**entry.options, **options}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from linearize.modeling import compat
 from linearize.modeling.compat import LinearAttentionCacheLayerMixin, LinearAttentionLayer
@@ -131,7 +131,7 @@ class LinearStateLayer(CacheLayerMixin):
         return 0 if self.state is None else sum(x.nbytes for x in self.state.values())
 
     def commit(self, state: State, length: int, replay: Callable[[Any, int], State | None]) -> None:
-        """Take the state after `length` new tokens. `replay(before, n)` gives the one after only the first n of them."""
+        """Take the state after `length` new tokens; `replay(before, n)` gives the one after the first n of them."""
         if self.record_past:
             before = None if self.state is None else {name: x.clone() for name, x in self.state.items()}
             self._log.append((before if self.is_static else self.state, length, replay))
@@ -184,7 +184,7 @@ class LinearStateAndConvLayer(LinearStateLayer, LinearAttentionLayer):
     def __init__(self, like: Any) -> None:
         LinearStateLayer.__init__(self, like)
         for name, value in vars(like).items():
-            vars(self).setdefault(name, value)
+            self.__dict__.setdefault(name, value)
 
     @property
     def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -213,7 +213,7 @@ class LinearStateAndConvLayer(LinearStateLayer, LinearAttentionLayer):
         LinearStateLayer.crop(self, tokens_to_remove)
 
 
-def adopt(cache: Cache, layer: int) -> LinearStateLayer:
+def adopt(cache: Any, layer: int) -> LinearStateLayer:
     """The state slot of `layer` in `cache`, put in the place of the stock layer if it isn't there yet.
 
     Raises:

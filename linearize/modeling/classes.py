@@ -45,7 +45,7 @@ class LinearizedModelMixin:
     _keep_in_fp32_modules_strict = (BLOCK,)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         from linearize.modeling.attach import attach
 
         attach(self, checked_block(config))  # pyright: ignore[reportArgumentType]
@@ -78,7 +78,9 @@ class LinearizedModelMixin:
             path.write_text(remote_code(self.config.base_model_type), encoding="utf-8")  # pyright: ignore
         return result
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         from linearize.modeling.cache import adopt
         from linearize.modeling.compat import cache_of
 
@@ -155,7 +157,7 @@ def model_class_for(config_class: type) -> type:
     from linearize.modeling.compat import alias_weight_conversions
 
     base_config: Any = config_class.__mro__[2]
-    base = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
+    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     name = class_names(config_class.base_model_type)[1]  # pyright: ignore[reportAttributeAccessIssue]
     model_class = _make(base, name, (LinearizedModelMixin, base), {"config_class": config_class})
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
@@ -189,7 +191,7 @@ def class_names(base_model_type: str) -> tuple[str, str]:
     Several model types share one model class (Exaone is a LlamaForCausalLM), but a model class has one config class:
     the name of such a class tells the config too.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config_name = CONFIG_MAPPING_NAMES[base_model_type]
@@ -202,7 +204,10 @@ def class_names(base_model_type: str) -> tuple[str, str]:
 def auto_map(base_model_type: str) -> dict[str, str]:
     """The config's `auto_map`, which `trust_remote_code=True` follows to `modeling_linearized.py`."""
     config_name, model_name = class_names(base_model_type)
-    return {"AutoConfig": f"{REMOTE_MODULE}.{config_name}", "AutoModelForCausalLM": f"{REMOTE_MODULE}.{model_name}"}
+    return {
+        "AutoConfig": f"{REMOTE_MODULE}.{config_name}",
+        "AutoModelForCausalLM": f"{REMOTE_MODULE}.{model_name}",
+    }
 
 
 def remote_code(base_model_type: str) -> str:

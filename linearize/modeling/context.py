@@ -65,8 +65,7 @@ def _diagonal(mask: Tensor, length: int, slot: LinearStateLayer | None) -> Tenso
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     rows = torch.arange(length, device=mask.device)
     if slot is not None and slot.is_static:
-        # A static cache's mask is as long as the cache; the new tokens stand where the slot says (before its update
-        # it had seen `seen - length`).
+        # A static cache's mask is as long as the cache; the slot says where the new tokens stand in it.
         columns = rows + (slot.seen - length)
     else:
         columns = rows + (mask.shape[-1] - length)
@@ -76,8 +75,8 @@ def _diagonal(mask: Tensor, length: int, slot: LinearStateLayer | None) -> Tenso
         after = visible[:, 0, rows[:-1], columns[1:]]
         if not bool(before.all() & ~after.any()):
             raise ValueError(
-                "attention_mask is a 4-D mask that is more than causal with padding, and a recurrent state can't follow "
-                "it: pass a (batch, length) mask, and position_ids that start again at each packed sequence"
+                "attention_mask is a 4-D mask that is more than causal with padding, which a recurrent state can't "
+                "follow: pass a (batch, length) mask, and position_ids that start again at each packed sequence"
             )
     return valid
 

@@ -129,7 +129,9 @@ def _meta_model(config: PreTrainedConfig) -> Any:
         except (ValueError, ImportError, AttributeError, KeyError) as error:
             if PROBE in str(error):
                 raise ModelError(_OWN_ATTENTION.format(model_type)) from error
-            raise ModelError(f"model type '{model_type}' can't be built from its config ({_first_line(error)})") from error
+            raise ModelError(
+                f"model type '{model_type}' can't be built from its config ({_first_line(error)})"
+            ) from error
 
 
 def _record(
@@ -177,8 +179,11 @@ class _MadeUpValues(TorchFunctionMode):
 
 
 def _run(model: Any, model_type: str) -> tuple[list[tuple], Any]:
-    """The attention calls of one forward, and the cache that it filled. Families differ in what they take without values: some look into a missing mask,
-    some look at the values of a given one, some slice the mask that the implementation makes."""
+    """The attention calls of one forward, and the cache that it filled.
+
+    Families differ in what they take without values: some look into a missing mask, some look at the values of a
+    given one, some slice the mask that the implementation makes.
+    """
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     failures = []
     for made_up in (False, True):

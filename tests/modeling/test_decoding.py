@@ -190,7 +190,8 @@ def state_bytes(cache):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_state_bytes_do_not_grow(recipe):
     """Past max_position_embeddings too; and they are what inspect announces."""
-    from linearize.mixers import AttentionShape, state_bytes as announced
+    from linearize.mixers import AttentionShape
+    from linearize.mixers import state_bytes as announced
 
     model = converted(recipe)
     cache, sizes = DynamicCache(), []
@@ -363,5 +364,6 @@ def test_compiles_in_one_graph(recipe):
     logits(model, ids, cache=eager_cache, use_cache=True)
     step = tokens(2, 1)
     torch.testing.assert_close(
-        logits(compiled, step, cache=cache, use_cache=True), logits(model, step, cache=eager_cache, use_cache=True)
+        logits(compiled, step, cache=cache, use_cache=True),
+        logits(model, step, cache=eager_cache, use_cache=True),
     )

@@ -20,12 +20,13 @@ from tests.families import tiny_config
 
 
 def test_heads_dims_and_scaling():
-    config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48
-    )
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48)
     found = probe(config)
     assert (found.base_model_type, found.architecture, found.num_layers) == ("llama", "LlamaForCausalLM", 2)
-    assert [layer.module for layer in found.layers] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert [layer.module for layer in found.layers] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
     assert found.layers[0].shape == AttentionShape(6, 2, 48, 48, 96, 48**-0.5)
 
 

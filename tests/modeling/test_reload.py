@@ -152,7 +152,12 @@ def test_dtypes_and_device_maps(tmp_path):
     assert half.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     ids = tokens(1, 12)
     assert torch.equal(linearize.load(tmp_path, device_map="auto")(ids).logits, model(ids).logits)
-    split = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    split = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.layers.2": "disk",
+    }
     split |= {"model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
     offloaded = linearize.load(tmp_path, device_map=split, offload_folder=str(tmp_path / "offload"))
     with torch.no_grad():
@@ -198,7 +203,7 @@ def test_lora_merged_equals_unmerged(tmp_path):
     tuned = get_peft_model(model, config)
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in tuned.named_parameters():
+        for parameter in tuned.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     tuned.eval()
@@ -223,7 +228,10 @@ def test_models_and_configs_pickle():
     [
         (lambda block: block.update(version=99), "block has version 99"),
         (lambda block: block["layers"][0]["mixer"].update(name="windw"), "unknown mixer 'windw'"),
-        (lambda block: block["layers"][0].update(module="model.layers.9.self_attn"), r"model\.layers\.9\.self_attn"),
+        (
+            lambda block: block["layers"][0].update(module="model.layers.9.self_attn"),
+            r"model\.layers\.9\.self_attn",
+        ),
     ],
 )
 def test_a_config_from_elsewhere_is_refused_with_the_reason(change, message, tmp_path):

@@ -1,0 +1,83 @@
+"""What a conversion costs before any training: perplexity of SmolLM2-135M-Instruct under each mixer and start.
+
+    python benchmarks/untrained.py [--text FILE] [--json FILE]
+
+It explains two choices: the default recipe (the least damage of those that keep a constant state), and where the gate
+of `window` mixers starts. The last rows have the linear part zeroed, so that what the window alone gives is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from demo import choose_dtype, find_model, perplexity
+
+ROWS: list[tuple[str, dict[str, Any], float | None]] = [
+    *((f"linear, {name}", {"mixer": "linear", "feature_map": name}, None) for name in ("elu1", "hedgehog", "favor")),
+    *((f"window 64, {name}", {"feature_map": name}, None) for name in ("elu1", "t2r", "taylor", "hedgehog", "favor")),
+    *((f"window 64, hedgehog, gate {g:g}", {"feature_map": "hedgehog"}, g) for g in (-2.0, 0.0, 2.0, 4.6)),
+    *((f"window 64 + 4 sinks, {name}", {"feature_map": name, "sinks": 4}, None) for name in ("hedgehog", "favor")),
+    *(
+        (
+            f"window 64 + 4 sinks, {name}, 25% softmax",
+            {"feature_map": name, "sinks": 4, "keep_softmax": "25%"},
+            None,
+        )
+        for name in ("hedgehog", "favor")
+    ),
+]
+ZEROED = [("window 64, linear part zeroed", {}), ("window 64 + 4 sinks, linear part zeroed", {"sinks": 4})]
+
+
+def main() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    import linearize
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, default=Path(__file__).with_name("demo_text.txt"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    gguf = find_model()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    base = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=choose_dtype()[0],
+    ).eval()
+    ids = tokenizer(arguments.text.read_text(encoding="utf-8")).input_ids
+    results: dict[str, float] = {}
+
+    def measure(label: str, model: Any) -> None:
+        with torch.inference_mode():
+            results[label] = perplexity(model, ids)
+        print(f"{label:52}{results[label]:10.1f}", flush=True)
+
+    print(f"{arguments.text.name}, {len(ids)} tokens, {base.dtype}, torch {torch.__version__}")
+    measure("teacher", base)
+    for label, recipe, gate in ROWS:
+        model = linearize.linearize_(copy.deepcopy(base), recipe)
+        if gate is not None:
+            for name, parameter in model.named_parameters():
+                if name.endswith(".linearize.gate"):
+                    parameter.data.fill_(gate)
+        measure(label, model)
+    for label, recipe in ZEROED:
+        # The features of keys are 0, so that only the exact part is left.
+        model = linearize.linearize_(copy.deepcopy(base), mixer="window", feature_map="relu", **recipe)
+        for module in model.modules():
+            if hasattr(module, "feature_map"):
+                module.feature_map.k = torch.zeros_like
+        measure(label, model)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Argument checks: each raises ValueError with one sentence that names the argument and what it was given."""
+
+from __future__ import annotations
+
+from torch import Tensor, int32, int64
+from torch import bool as torch_bool
+
+from .state import LinearState, WindowState
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def shape(name: str, x: Tensor, expected: tuple[int | None, ...], legend: str) -> None:
+    """x must have `expected` (None: any size); `legend` spells it with the dims' names."""
+    fits = x.dim() == len(expected) and all(e is None or s == e for s, e in zip(x.shape, expected, strict=True))
+    sizes = ", ".join("any" if e is None else str(e) for e in expected)
+    require(fits, f"{name} must be {legend} = ({sizes}), not {tuple(x.shape)}")
+
+
+def floating(like: Tensor, name_like: str, **tensors: Tensor | None) -> None:
+    """All tensors are floating point and on the device of `like`."""
+    for name, x in tensors.items():
+        if x is not None:
+            require(
+                x.is_floating_point(),
+                f"{name} must be floating point, not {x.dtype} of shape {tuple(x.shape)}",
+            )
+            require(
+                x.device == like.device,
+                f"{name} is on {x.device}, but {name_like} is on {like.device}",
+            )
+
+
+def same_dtype(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
+    require(
+        a.dtype == b.dtype,
+        f"{name_a} {tuple(a.shape)} is {a.dtype}, but {name_b} {tuple(b.shape)} is {b.dtype}",
+    )
+
+
+def heads(q: Tensor, k: Tensor) -> None:
+    require(
+        k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0,
+        f"q {tuple(q.shape)} has {q.shape[2]} heads, no multiple of the {k.shape[2]} of k {tuple(k.shape)}",
+    )
+
+
+def qkv(q: Tensor, k: Tensor, v: Tensor, last: str) -> None:
+    """Shapes, dtypes and devices of q (B, T, H, last), k (B, T, Hk, last), v (B, T, Hk, Dv)."""
+    shape("q", q, (None, None, None, None), f"(B, T, H, {last})")
+    batch, length, _, dim = q.shape
+    shape("k", k, (batch, length, None, dim), f"(B, T, Hk, {last})")
+    shape("v", v, (batch, length, k.shape[2], None), "(B, T, Hk, Dv)")
+    heads(q, k)
+    floating(q, "q", q=q, k=k, v=v)
+    same_dtype("q", q, "k", k)
+
+
+def mask(value: Tensor | None, q: Tensor) -> None:
+    if value is None:
+        return
+    shape("mask", value, tuple(q.shape[:2]), "(B, T)")
+    require(
+        value.dtype == torch_bool,
+        f"mask {tuple(value.shape)} must be bool (True = real token), not {value.dtype}",
+    )
+    require(value.device == q.device, f"mask is on {value.device}, but q is on {q.device}")
+
+
+def cu_seqlens(value: Tensor | None, q: Tensor) -> int:
+    """The number of sequences: B without cu_seqlens. Looks at its values, so a GPU tensor is waited for."""
+    if value is None:
+        return q.shape[0]
+    given = f"cu_seqlens {tuple(value.shape)}"
+    require(value.dim() == 1 and value.shape[0] >= 1, f"{given} must be (N + 1,)")
+    require(
+        value.dtype in (int32, int64),
+        f"{given} must be int32 or int64, not {value.dtype}",
+    )
+    require(
+        q.shape[0] == 1,
+        f"{given} needs inputs packed into one row (B = 1), but q is {tuple(q.shape)}",
+    )
+    ends = value.tolist()
+    require(ends[0] == 0, f"{given} must start at 0, not {ends[0]}")
+    require(ends[-1] == q.shape[1], f"{given} must end at T = {q.shape[1]}, not {ends[-1]}")
+    require(
+        ends == sorted(ends),
+        f"{given} must never decrease, but is {ends}",
+    )
+    return len(ends) - 1
+
+
+def linear_state(state: LinearState | None, rows: int, k: Tensor, v: Tensor, features: int) -> None:
+    """S, z and m of either state, for k (B, T, Hk, .) and v (B, T, Hk, Dv)."""
+    if state is None:
+        return
+    sizes = (rows, k.shape[2], features, v.shape[3])
+    shape("initial_state.S", state.S, sizes, "(N, Hk, F, Dv)")
+    shape("initial_state.z", state.z, sizes[:3], "(N, Hk, F)")
+    shape("initial_state.m", state.m, sizes[:2], "(N, Hk)")
+    floating(
+        k,
+        "k",
+        **{f"initial_state.{n}": x for n, x in zip("Szm", state[:3], strict=True)},
+    )
+
+
+def window_state(
+    state: WindowState | None,
+    k: Tensor,
+    v: Tensor,
+    features: int,
+    window: int,
+    sinks: int,
+) -> None:
+    if state is None:
+        return
+    linear_state(LinearState(*state[:3]), k.shape[0], k, v, features)
+    for name, size, count in (("", "w", window), ("sink_", "n", sinks)):
+        for last, like in (("k", k), ("v", v)):
+            x = getattr(state, name + last)
+            dims = (k.shape[0], count, k.shape[2], like.shape[3])
+            shape(
+                f"initial_state.{name}{last}",
+                x,
+                dims,
+                f"(B, {size}, Hk, {'D' if last == 'k' else 'Dv'})",
+            )
+            floating(k, "k", **{f"initial_state.{name}{last}": x})
+    shape("initial_state.valid", state.valid, (k.shape[0], window), "(B, w)")
+    shape("initial_state.sink_age", state.sink_age, (k.shape[0], sinks), "(B, n)")
+    require(
+        state.valid.dtype == torch_bool,
+        f"initial_state.valid must be bool, not {state.valid.dtype}",
+    )
+
+
+def linear_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_k: Tensor | None,
+    initial_state: LinearState | None,
+    cu: Tensor | None,
+    valid: Tensor | None,
+) -> None:
+    """All arguments of linear_attention."""
+    qkv(q, k, v, "F")
+    if log_k is not None:
+        shape("log_k", log_k, tuple(k.shape[:3]), "(B, T, Hk)")
+    floating(q, "q", log_k=log_k)
+    mask(valid, q)
+    linear_state(initial_state, cu_seqlens(cu, q), k, v, k.shape[3])
+
+
+def window_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi_q: Tensor,
+    phi_k: Tensor,
+    window: int,
+    sinks: int,
+    gamma: Tensor | None,
+    log_q: Tensor | None,
+    log_k: Tensor | None,
+    softcap: float | None,
+    initial_state: WindowState | None,
+    cu: Tensor | None,
+    valid: Tensor | None,
+) -> None:
+    """All arguments of window_attention."""
+    require(
+        isinstance(window, int) and window >= 1,
+        f"window must be an integer of at least 1, not {window!r}",
+    )
+    require(
+        isinstance(sinks, int) and sinks >= 0,
+        f"sinks must be an integer of at least 0, not {sinks!r}",
+    )
+    require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
+    qkv(q, k, v, "D")
+    batch, length, num_heads, _ = q.shape
+    shape("phi_q", phi_q, (batch, length, num_heads, None), "(B, T, H, F)")
+    shape("phi_k", phi_k, (batch, None, k.shape[2], phi_q.shape[3]), "(B, T', Hk, F)")
+    floating(q, "q", phi_q=phi_q, phi_k=phi_k, gamma=gamma, log_q=log_q, log_k=log_k)
+    same_dtype("phi_q", phi_q, "phi_k", phi_k)
+    if gamma is not None:
+        shape("gamma", gamma, (num_heads,), "(H,)")
+    if log_q is not None:
+        shape("log_q", log_q, (batch, length, num_heads), "(B, T, H)")
+    if log_k is not None:
+        shape("log_k", log_k, tuple(phi_k.shape[:3]), "(B, T', Hk), as long as phi_k")
+    mask(valid, q)
+    cu_seqlens(cu, q)
+    if cu is not None:
+        require(
+            initial_state is None,
+            f"cu_seqlens {tuple(cu.shape)} with initial_state is ambiguous: the one row of phi_k "
+            f"{tuple(phi_k.shape)} can't hold the features of every sequence's ring; continue the sequences "
+            "as rows of a batch",
+        )
+        shape(
+            "phi_k",
+            phi_k,
+            (1, length, k.shape[2], phi_q.shape[3]),
+            "(1, T, Hk, F) with cu_seqlens",
+        )
+    needed = length if initial_state is not None else max(length - window, 0)
+    require(
+        phi_k.shape[1] >= (needed if cu is None else length),
+        f"phi_k {tuple(phi_k.shape)} must hold at least {needed} keys in dim 1: those of the state's ring, "
+        "if there is one, and of k, that leave the window during the call",
+    )
+    window_state(initial_state, k, v, phi_q.shape[3], window, sinks)

@@ -1,0 +1,110 @@
+"""Inputs of the kernel tests, and calls that feed a sequence to an op piece by piece."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from linearize_kernels import linear_attention, window_attention
+from torch import Tensor
+
+Inputs = dict[str, Any]
+
+
+def linear_inputs(
+    B: int = 2, T: int = 64, H: int = 2, Hk: int | None = None, F: int = 8, Dv: int | None = None, *,
+    dtype: torch.dtype = torch.float64, logs: float | None = None, seed: int = 0,
+) -> Inputs:  # fmt: skip
+    """q, k = rand + 0.1, v normal; `logs`: spread of log_k."""
+    g = torch.Generator().manual_seed(seed)
+    Hk = H if Hk is None else Hk
+    inputs = {
+        "q": (torch.rand(B, T, H, F, generator=g) + 0.1).to(dtype),
+        "k": (torch.rand(B, T, Hk, F, generator=g) + 0.1).to(dtype),
+        "v": torch.randn(B, T, Hk, F if Dv is None else Dv, generator=g).to(dtype),
+    }
+    if logs is not None:
+        inputs["log_k"] = (torch.randn(B, T, Hk, generator=g) * logs).to(dtype)
+    return inputs
+
+
+def window_inputs(
+    B: int = 2, T: int = 64, H: int = 2, Hk: int | None = None, D: int = 8, Dv: int | None = None, F: int = 6,
+    *, dtype: torch.dtype = torch.float64, logs: float | None = None, seed: int = 0,
+) -> Inputs:  # fmt: skip
+    """q, k, v normal, features rand + 0.1, gamma in (0, 1); `logs`: spread of log_q, log_k."""
+    g = torch.Generator().manual_seed(seed)
+    Hk = H if Hk is None else Hk
+    inputs = {
+        "q": torch.randn(B, T, H, D, generator=g).to(dtype),
+        "k": torch.randn(B, T, Hk, D, generator=g).to(dtype),
+        "v": torch.randn(B, T, Hk, D if Dv is None else Dv, generator=g).to(dtype),
+        "phi_q": (torch.rand(B, T, H, F, generator=g) + 0.1).to(dtype),
+        "phi_k": (torch.rand(B, T, Hk, F, generator=g) + 0.1).to(dtype),
+        "gamma": torch.rand(H, generator=g).to(dtype),
+    }
+    if logs is not None:
+        inputs["log_q"] = (torch.randn(B, T, H, generator=g) * logs).to(dtype)
+        inputs["log_k"] = (torch.randn(B, T, Hk, generator=g) * logs).to(dtype)
+    return inputs
+
+
+def random_mask(B: int, T: int, keep: float = 0.7, seed: int = 0) -> Tensor:
+    return torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < keep
+
+
+def random_like(tensors: list[Tensor], seed: int = 0) -> list[Tensor]:
+    """Normal draws, one tensor for each."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in tensors]
+
+
+def time_slice(inputs: Inputs, start: int, stop: int) -> Inputs:
+    """The tokens from start to stop of every tensor that has a time dim."""
+    return {n: x if x is None or n == "gamma" else x[:, start:stop] for n, x in inputs.items()}
+
+
+def run_split(
+    op: Any, inputs: Inputs, cuts: list[int], *, state: Any = None, window: int | None = None, **options: Any
+) -> tuple[Tensor, Any]:
+    """Feed [0, cuts..., T) to `op`, carrying the state; the outputs joined, and the last state."""
+    length = inputs["q"].shape[1]
+    borders = [0, *sorted(cuts), length]
+    outs = []
+    for start, stop in pairwise(borders):
+        piece = time_slice(inputs, start, stop)
+        if window is not None:
+            options["window"] = window
+            if state is not None:
+                # The keys that leave the window are `window` positions back; before the first, any will do.
+                index = (torch.arange(start, stop) - window).clamp_min(0)
+                for name in ("phi_k", "log_k"):
+                    if inputs.get(name) is not None:
+                        piece[name] = inputs[name][:, index]
+        out, state = op(**piece, initial_state=state, return_state=True, **options)
+        outs.append(out)
+    return torch.cat(outs, 1), state
+
+
+def split_linear(inputs: Inputs, cuts: list[int], **options: Any) -> tuple[Tensor, Any]:
+    return run_split(linear_attention, inputs, cuts, **options)
+
+
+def split_window(inputs: Inputs, cuts: list[int], *, window: int, **options: Any) -> tuple[Tensor, Any]:
+    return run_split(window_attention, inputs, cuts, window=window, **options)
+
+
+def gradients(inputs: Inputs, outputs: list[Tensor], weights: list[Tensor]) -> dict[str, Tensor]:
+    """Gradients of sum(output * weight) by every input that requires one; zeros where it has no effect."""
+    wanted = {n: x for n, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
+    loss = sum((o.double() * w.double()).sum() for o, w in zip(outputs, weights, strict=True))
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True), strict=True))
+
+
+def with_grad(inputs: Inputs) -> Inputs:
+    """Fresh leaves with the same values, the floating ones requiring gradients."""
+    return {
+        n: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for n, x in inputs.items()
+    }
