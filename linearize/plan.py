@@ -1,0 +1,284 @@
+"""What a conversion will do, as a value: layers, new tensors, files, bytes. Nothing is written, no weight is
+read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linearize.errors import ResourceError, UsageError
+from linearize.family import compare_tensors, load_config
+from linearize.faults import all_faults
+from linearize.headers import tensor_bytes
+from linearize.keep_softmax import kept_layers, ranges
+from linearize.source import Source
+
+if TYPE_CHECKING:
+    from linearize.modeling.probe import Probe, ProbedLayer
+    from linearize.recipe import Recipe
+    from linearize.target import Destination
+
+MIXER_SHARD = "model-linearize.safetensors"
+REMOTE_CODE = "modeling_linearized.py"
+FILE_SLACK_BYTES = 4096  # what a file takes beyond its bytes: the rest of its last block, its directory entry
+SMALL_FILES_BYTES = 1_000_000  # config, index, manifest, remote code
+BASE_MEMORY_BYTES = 500_000_000  # Python, torch and transformers, imported
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file of OUT: how it comes there ("link", "copy" or "write"), from which file, and its bytes."""
+
+    name: str
+    how: str
+    bytes: int
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a conversion will do.
+
+    Attributes:
+        source: the checked input.
+        recipe: what it is converted to.
+        probe: the model's attention layers, as the meta-device run saw them.
+        layers: per layer with attention, what it becomes and why: the "layers" of config.json's `linearize`
+            block.
+        new_tensors: name -> (dtype, shape) of the mixer tensors, in the order of their file.
+        files: what OUT will hold, apart from config, index, remote code and manifest.
+        bytes_needed: bytes that OUT takes on its disk (linked files take none).
+        bytes_free: what that disk has; None if OUT isn't known yet.
+        memory_bytes: the most memory that converting takes.
+    """
+
+    source: Source
+    recipe: Recipe
+    probe: Probe
+    layers: list[dict[str, Any]]
+    new_tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    files: tuple[PlannedFile, ...]
+    bytes_needed: int
+    bytes_free: int | None
+    memory_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def converted(self) -> list[dict[str, Any]]:
+        return [layer for layer in self.layers if layer.get("mixer")]
+
+    @property
+    def new_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.new_tensors.values())
+
+    def shard_names(self) -> dict[str, str]:
+        """Name of each weight file in the source -> its name in OUT."""
+        return base_names(sorted(self.source.shards))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON: what `--dry-run --json` prints."""
+        return {
+            "model": self.source.name,
+            "origin": self.source.origin,
+            "base_model_type": self.probe.base_model_type,
+            "architecture": self.probe.architecture,
+            "recipe": self.recipe.to_dict(),
+            "num_layers": self.probe.num_layers,
+            "layers": self.layers,
+            "new_tensors": {
+                name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in self.new_tensors.items()
+            },
+            "new_parameters": self.new_parameters,
+            "files": [{"name": f.name, "how": f.how, "bytes": f.bytes, "from": f.origin} for f in self.files],
+            "bytes_needed": self.bytes_needed,
+            "bytes_free": self.bytes_free,
+            "memory_bytes": self.memory_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def base_names(shards: Sequence[str]) -> dict[str, str]:
+    """Names of the source's weight files in OUT.
+
+    A lone model.safetensors can't keep its name, which would win over the index. Shards change theirs, too,
+    so that saving a model into OUT later can never write into a file that is linked with the source.
+    """
+    if len(shards) == 1:
+        return {shards[0]: "model-base.safetensors"}
+    return {name: f"model-base-{i:05d}-of-{len(shards):05d}.safetensors" for i, name in enumerate(shards, 1)}
+
+
+def make_plan(source: Source, recipe: Recipe, destination: Destination | None = None) -> Plan:
+    """Plan the conversion of `source` with `recipe` (into `destination`, if it is known).
+
+    Raises:
+        UsageError: keep_softmax names a layer that isn't there, or leaves nothing to convert.
+        ModelError: the model can't be converted, or its tensors don't fit its config; every problem is named.
+    """
+    from linearize.modeling.probe import probe
+
+    config = load_config(source.config, source.name)
+    probed = probe(config)
+    layers = plan_layers(probed, recipe)
+    new_tensors = plan_tensors(layers, recipe.seed)
+    faults, notes = compare_tensors(config, source.tensors) if source.tensors else ([], [])
+    if faults:
+        raise all_faults(source.name, faults, "Download the model again, or correct its config.json")
+    notes += [f"layer {layer.layer}: {note}" for layer in probed.layers for note in layer.notes]
+    files = plan_files(source, new_tensors, destination)
+    return Plan(
+        source=source,
+        recipe=recipe,
+        probe=probed,
+        layers=layers,
+        new_tensors=new_tensors,
+        files=files,
+        bytes_needed=SMALL_FILES_BYTES + sum(f.bytes + FILE_SLACK_BYTES for f in files if f.how != "link"),
+        bytes_free=destination.free_bytes if destination else None,
+        memory_bytes=BASE_MEMORY_BYTES + 2 * max(layer_bytes(new_tensors).values(), default=0) + source.loaded_bytes,
+        notes=source.notes + tuple(notes),
+    )
+
+
+def plan_layers(probed: Probe, recipe: Recipe) -> list[dict[str, Any]]:
+    """What becomes of each layer that has attention, with the reason: the `linearize` block's "layers".
+
+    Raises:
+        UsageError: keep_softmax names a layer that isn't there, or no layer is left to convert.
+    """
+    from linearize.mixers.registry import MIXERS, lookup
+
+    stays = {layer.module: _why_stays(layer, recipe) for layer in probed.layers}
+    convertible = [layer.layer for layer in probed.layers if not stays[layer.module]]
+    kept = kept_layers(recipe.keep_softmax, convertible, [layer.layer for layer in probed.layers])
+    if not set(convertible) - kept:
+        raise _nothing_left(set(stays.values()) - {""}, convertible)
+    spec = recipe.mixer_spec()
+    becomes = getattr(lookup(MIXERS, "mixer", spec["name"]).load(), "layer_type", "linear_attention")
+    layers = []
+    for layer in probed.layers:
+        entry: dict[str, Any] = {"layer": layer.layer, "module": layer.module, "type": layer.kind}
+        if stays[layer.module]:
+            entry["because"] = stays[layer.module]
+        elif layer.layer in kept:
+            entry["because"] = f"kept by keep_softmax: {_as_text(recipe.keep_softmax)}"
+        else:
+            entry |= {"type": becomes, "mixer": spec, "shape": layer.shape.to_dict()}
+            entry["because"] = f"{layer.kind.replace('_', ' ')}, and keep_softmax doesn't keep it"
+        layers.append(entry)
+    return layers
+
+
+def _why_stays(layer: ProbedLayer, recipe: Recipe) -> str:
+    if layer.refusal:
+        return layer.refusal
+    if layer.kind == "sliding_attention" and not recipe.convert_sliding:
+        return "sliding-window attention is of constant size already (convert_sliding would convert it)"
+    return ""
+
+
+def _nothing_left(reasons: set[str], convertible: Sequence[int]) -> UsageError:
+    if convertible:
+        return UsageError(
+            f"keep_softmax keeps all {len(convertible)} convertible layers ({ranges(convertible)}), "
+            "so nothing is left to convert",
+            "Keep fewer layers",
+        )
+    return UsageError(
+        f"no layer can be converted: {'; '.join(sorted(reasons))}",
+        "Set convert_sliding: true, if it is for sliding-window layers",
+    )
+
+
+def _as_text(spec: Any) -> str:
+    return spec if isinstance(spec, str) else ",".join(map(str, spec))
+
+
+def plan_tensors(layers: Sequence[Mapping[str, Any]], seed: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (dtype, shape) of every mixer tensor, layer by layer; mixers are built on the meta device."""
+    import torch
+
+    from linearize.mixers import AttentionShape, build_mixer
+
+    known: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for layer in layers:
+        if not layer.get("mixer"):
+            continue
+        key = repr((layer["mixer"], layer["shape"]))
+        if key not in known:
+            with torch.device("meta"):
+                mixer = build_mixer(layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=seed)
+            known[key] = {
+                name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in mixer.state_dict().items()
+            }
+        for name, info in known[key].items():
+            tensors[mixer_tensor(layer, name)] = info
+    return tensors
+
+
+def mixer_tensor(layer: Mapping[str, Any], name: str) -> str:
+    """Full name of a mixer's tensor."""
+    return f"{layer['module']}.linearize.{name}"
+
+
+def dtype_name(dtype: Any) -> str:
+    """safetensors' name of a torch dtype."""
+    names = {
+        "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
+        "uint8": "U8",         "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    }  # fmt: skip
+    return names[str(dtype).removeprefix("torch.")]
+
+
+def layer_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, int]:
+    """Bytes of the new tensors of each converted attention module."""
+    sizes: dict[str, int] = {}
+    for name, (dtype, shape) in tensors.items():
+        module = name[: name.index(".linearize.")]
+        sizes[module] = sizes.get(module, 0) + (tensor_bytes(dtype, shape) or 0)
+    return sizes
+
+
+def plan_files(
+    source: Source, new_tensors: Mapping[str, tuple[str, tuple[int, ...]]], destination: Destination | None
+) -> tuple[PlannedFile, ...]:
+    """The files of OUT. Weights are linked where OUT is on their file system; small files are always copied,
+    since they are meant to be edited, and a linked file would change with its original."""
+    files = []
+    if source.gguf:
+        files.append(PlannedFile("model-base.safetensors", "write", source.loaded_bytes, source.gguf.name))
+    for name, new_name in base_names(sorted(source.shards)).items():
+        linked = destination is None or _device(source.checkpoint.paths[name]) == destination.device
+        files.append(PlannedFile(new_name, "link" if linked else "copy", source.shards[name].file_bytes, name))
+    new_bytes = sum(tensor_bytes(dtype, shape) or 0 for dtype, shape in new_tensors.values())
+    files.append(PlannedFile(MIXER_SHARD, "write", new_bytes))
+    files += [PlannedFile(name, "copy", size, name) for name, size in source.side_files.items()]
+    return tuple(files)
+
+
+def _device(path: Path) -> int:
+    return path.stat().st_dev
+
+
+def check_resources(plan: Plan, destination: Destination) -> None:
+    """Refuse a plan that the disk can't hold; raises `ResourceError` with both numbers."""
+    if plan.bytes_needed > destination.free_bytes:
+        raise ResourceError(
+            f"{destination.path} needs {human(plan.bytes_needed)} and {destination.disk} has "
+            f"{human(destination.free_bytes)} free",
+            "Free some space, or choose an OUT on the model's own disk, where its weights can be linked",
+        )
+
+
+def human(count: int) -> str:
+    """Bytes for people: "1.50 GB"."""
+    size, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{int(size)} B" if unit == "B" else f"{size:.2f} {unit}"
