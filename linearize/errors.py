@@ -24,7 +24,11 @@ class LinearizeError(Exception):
     def __init__(self, what: str, fix: str = "") -> None:
         self.what = what.rstrip(". ")
         self.fix = fix.rstrip(". ")
-        super().__init__(f"{self.what}. {self.fix}." if self.fix else f"{self.what}.")
+        super().__init__(" ".join(_sentence(part) for part in (self.what, self.fix) if part))
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(("?", "!", ":")) else f"{text}."
 
 
 class UsageError(LinearizeError):

@@ -40,7 +40,7 @@ class LinearMixer(nn.Module):
         self,
         shape: AttentionShape,
         *,
-        feature_map: str = "hedgehog",
+        feature_map: str = "favor",
         feature_map_options: dict[str, Any] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:

@@ -84,14 +84,14 @@ MIXERS: dict[str, Entry] = {
         "linearize.mixers.linear:LinearMixer",
         "arXiv:2006.16236",
         "normalised linear attention; the state is one matrix per head",
-        {"feature_map": "hedgehog", "feature_map_options": {}},
+        {"feature_map": "favor", "feature_map_options": {}},
     ),
     "window": Entry(
         "linearize.mixers.window:WindowMixer",
         "arXiv:2410.10254",
         "exact softmax over the last `window` tokens (and optional sinks), linear attention over older ones, "
         "one denominator",
-        {"feature_map": "hedgehog", "feature_map_options": {}, "window": 64, "sinks": 0},
+        {"feature_map": "favor", "feature_map_options": {}, "window": 64, "sinks": 4},
     ),
 }
 

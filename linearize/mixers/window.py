@@ -38,10 +38,10 @@ class WindowMixer(nn.Module):
         self,
         shape: AttentionShape,
         *,
-        feature_map: str = "hedgehog",
+        feature_map: str = "favor",
         feature_map_options: dict[str, Any] | None = None,
         window: int = 64,
-        sinks: int = 0,
+        sinks: int = 4,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()

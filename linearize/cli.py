@@ -1,0 +1,349 @@
+"""The command line: grammar only. Each command imports what it needs when it runs, so that `--help` is quick.
+
+With `--json`, stdout is one JSON document (also for an error) and everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from linearize.errors import LinearizeError, ResourceError, UsageError
+
+ISSUES = "the project's issue tracker"
+INTERRUPTED = 130
+RECIPE_KEYS = ("recipe", "sets", "mixer", "feature_map", "window", "sinks", "keep_softmax")
+BROKEN_PIPE = 128 + 13  # as the shell reports a program that SIGPIPE ended
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, or one of those in docs/errors.md."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _terminate_as_interrupt():
+        try:
+            with cli.make_context("linearize", list(arguments)) as context:
+                cli.invoke(context)
+            sys.stdout.flush()
+        except click.exceptions.Exit as leave:
+            return leave.exit_code
+        except click.ClickException as error:
+            return _usage(error, arguments)
+        except LinearizeError as error:
+            return _fail(error, arguments)
+        except (KeyboardInterrupt, click.Abort):
+            again = f"to run it again: {shlex.join(['linearize', *arguments])}"
+            return _say(arguments, "interrupted", again, INTERRUPTED, text=f"interrupted; {again}")
+        except BrokenPipeError:
+            # Python flushes stdout once more at exit, and would complain there.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        except MemoryError as error:
+            return _fail(ResourceError("out of memory", "Use a machine with more"), arguments, error)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOMEM):
+                return _fail(
+                    ResourceError(f"{error.filename or 'a file'}: {error.strerror}"), arguments, error
+                )
+            return _bug(error, arguments)
+        except Exception as error:
+            return _bug(error, arguments)
+    return 0
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a command the way Ctrl-C does: what was staged is cleaned up, the exit code is 130."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread, where signals can't be handled
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _fail(error: LinearizeError, arguments: list[str], cause: BaseException | None = None) -> int:
+    text = f"error: {error}"
+    return _say(arguments, error.what, error.fix, error.exit_code, text=text, error=cause or error)
+
+
+def _usage(error: click.ClickException, arguments: list[str]) -> int:
+    context = getattr(error, "ctx", None)
+    if not arguments:  # click's way to print the help when a command is missing
+        error.show()
+        return 2
+    mend = f"see: {context.command_path} --help" if context else ""
+    return _say(arguments, error.format_message(), mend, 2)
+
+
+def _bug(error: Exception, arguments: list[str]) -> int:
+    what = f"{type(error).__name__}: {error}"
+    again = f"run it again with --debug and report the traceback in {ISSUES}"
+    return _say(arguments, f"this is a bug of linearize ({what})", again, 1, error=error)
+
+
+def _say(
+    arguments: list[str],
+    what: str,
+    mend: str,
+    code: int,
+    *,
+    text: str = "",
+    error: BaseException | None = None,
+) -> int:
+    """Report what went wrong, on stderr and with `--json` also on stdout; returns `code`."""
+    if error is not None and (
+        "--debug" in arguments or os.environ.get("LINEARIZE_DEBUG", "0") not in ("", "0")
+    ):
+        traceback.print_exception(error)
+    click.echo(text or f"error: {what}" + (f"\n{mend}" if mend else ""), err=True)
+    if "--json" in arguments:
+        click.echo(json.dumps({"error": {"what": what, "mend": mend, "exit_code": code}}, indent=2))
+    return code
+
+
+def _command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that every command has."""
+    function = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(function)
+    return click.option("--debug", is_flag=True, expose_value=False, help="Tracebacks of errors.")(function)
+
+
+def _recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(
+        [
+            click.option("--recipe", metavar="FILE|NAME", help="A recipe (default: `default`)."),
+            click.option("--mixer", metavar="NAME", help="What replaces attention: window, linear."),
+            click.option("--feature-map", metavar="NAME", help="hedgehog, elu1, relu, t2r, favor, taylor."),
+            click.option("--window", type=int, metavar="N", help="Newest tokens under exact softmax."),
+            click.option("--sinks", type=int, metavar="N", help="First tokens that stay exact."),
+            click.option(
+                "--keep-softmax", metavar="SPEC", help="Layers to leave: none, 0,7,15, every:4, 25%."
+            ),
+            click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any key of the recipe."),
+            click.option(
+                "--import", "plugins", multiple=True, metavar="MODULE", help="Your own mixers or maps."
+            ),
+            click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def _recipe(options: dict[str, Any]) -> Any:
+    """The checked recipe that a command's options ask for. No model is touched before this."""
+    _import_plugins(options["plugins"])
+    from linearize.recipe import load_recipe
+
+    overrides: dict[str, Any] = {}
+    for key in RECIPE_KEYS[2:]:
+        if options[key] is not None:
+            overrides[key] = options[key]
+    for text in options["sets"]:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set takes KEY=VALUE, not '{text}'", "For example --set seed=1")
+        if key in overrides:
+            raise UsageError(f"{key} is given twice", "Give it once")
+        overrides[key] = value
+    return load_recipe(options["recipe"], overrides)
+
+
+def _import_plugins(modules: tuple[str, ...]) -> None:
+    """Import modules that register mixers or feature maps; the working folder counts as an import path."""
+    if modules:
+        sys.path.append(os.getcwd())
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except LinearizeError:
+            raise
+        except Exception as error:
+            what = f"--import {module} failed with {type(error).__name__}: {error}"
+            raise UsageError(what, "Mend the module, or set PYTHONPATH to its folder") from error
+
+
+def _emit(document: Any, as_json: bool, text: Callable[[Any], None]) -> None:
+    if as_json:
+        click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        text(document)
+
+
+def _lines(form: str) -> Callable[[Any], None]:
+    """A printer of one line for each row."""
+
+    def show(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            click.echo(form.format(**row))
+
+    return show
+
+
+@contextlib.contextmanager
+def _quiet_stdout(as_json: bool) -> Iterator[None]:
+    """Libraries that print go to stderr, so that stdout holds nothing but the document."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="linearize", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Convert pretrained Hugging Face decoders to linear attention."""
+
+
+@cli.command()
+@click.argument("model")
+@click.option("-o", "--out", required=True, metavar="OUT", help="Folder to write.")
+@_recipe_options
+@click.option("--dtype", metavar="DTYPE", help="Stored dtype of a GGUF model: float32, bfloat16, float16.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@_command
+def convert(model: str, out: str, dry_run: bool, force: bool, as_json: bool, **options: Any) -> None:
+    """Convert MODEL (a folder, a Hub id or a GGUF file) and write it to OUT.
+
+    No weight is changed: they are linked or copied, and the mixers' tensors are added. OUT appears whole or
+    not at all.
+    """
+    recipe = _recipe(options)
+    from linearize import console
+    from linearize.convert import convert
+
+    revision, dtype = options["revision"], options["dtype"]
+    with _quiet_stdout(as_json), console.progress() as progress:
+        result = convert(
+            model,
+            out,
+            recipe=recipe,
+            revision=revision,
+            dry_run=dry_run,
+            force=force,
+            dtype=dtype,
+            progress=progress,
+        )
+    _emit(result.to_dict(), as_json, console.print_result)
+
+
+@cli.command()
+@click.argument("model")
+@_recipe_options
+@_command
+def inspect(model: str, as_json: bool, **options: Any) -> None:
+    """Say what MODEL is and what each layer would become (or became). No weight is read."""
+    asked = any(options[key] not in (None, ()) for key in RECIPE_KEYS)
+    recipe = _recipe(options) if asked else _import_plugins(options["plugins"])
+    from linearize import console
+    from linearize.inspect import inspect
+
+    with _quiet_stdout(as_json):
+        report = inspect(model, recipe=recipe, revision=options["revision"])
+    _emit(report, as_json, console.print_inspection)
+
+
+@cli.command()
+@click.argument("out")
+@_command
+def verify(out: str, as_json: bool) -> None:
+    """Check every file and tensor of the converted folder OUT, and name every fault."""
+    from linearize import console
+    from linearize.verify import verify
+
+    with _quiet_stdout(as_json), console.progress() as progress:
+        faults = verify(out, progress=progress)
+    _emit(console.verdict(out, faults), as_json, console.print_verdict)
+    if faults:
+        raise click.exceptions.Exit(3)
+
+
+@cli.command()
+@click.option("--import", "plugins", multiple=True, metavar="MODULE", help="Your own mixers or maps.")
+@_command
+def doctor(plugins: tuple[str, ...], as_json: bool) -> None:
+    """Say what will run on this machine, what won't, and why."""
+    _import_plugins(plugins)
+    from linearize.doctor import examine, print_report
+
+    with _quiet_stdout(as_json):
+        report = examine()
+    _emit(report, as_json, print_report)
+
+
+@cli.group()
+def recipes() -> None:
+    """List, show and check recipes."""
+
+
+@recipes.command("ls")
+@_command
+def recipes_ls(as_json: bool) -> None:
+    """The recipes that ship with linearize."""
+    from linearize.recipe import shipped_recipes
+
+    rows = [
+        {
+            "name": name,
+            "path": str(path),
+            "summary": path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "),
+        }
+        for name, path in shipped_recipes().items()
+    ]
+    _emit(rows, as_json, _lines("{name:18} {summary}"))
+
+
+@recipes.command("cat")
+@click.argument("name", metavar="FILE|NAME")
+@_command
+def recipes_cat(name: str, as_json: bool) -> None:
+    """Print a recipe: its text, or with --json its values, defaults filled in."""
+    from linearize.recipe import find_recipe, load_recipe
+
+    recipe = load_recipe(name)
+    _emit(
+        recipe.to_dict(),
+        as_json,
+        lambda _: click.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False),
+    )
+
+
+@recipes.command("validate")
+@click.argument("names", metavar="FILE|NAME...", nargs=-1, required=True)
+@click.option("--import", "plugins", multiple=True, metavar="MODULE", help="Your own mixers or maps.")
+@_command
+def recipes_validate(names: tuple[str, ...], plugins: tuple[str, ...], as_json: bool) -> None:
+    """Check recipes and report every problem of each."""
+    _import_plugins(plugins)
+    from linearize.recipe import load_recipe
+
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            load_recipe(name)
+            rows.append({"recipe": name, "ok": True, "verdict": f"{name}: fine"})
+        except UsageError as error:
+            rows.append({"recipe": name, "ok": False, "verdict": str(error)})
+    _emit(rows, as_json, _lines("{verdict}"))
+    if not all(row["ok"] for row in rows):
+        raise click.exceptions.Exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What commands show people: plans, summaries, progress. Scripts read the same facts with `--json`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from linearize.keep_softmax import ranges
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A callback that draws bars on stderr, or None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        _silence_libraries()
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:8}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+def _silence_libraries() -> None:
+    """Bars of transformers and huggingface_hub fill log files, since they draw without a terminal, too."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    import huggingface_hub.utils
+    from transformers.utils import logging
+
+    huggingface_hub.utils.disable_progress_bars()
+    logging.disable_progress_bar()
+
+
+def print_result(document: Mapping[str, Any]) -> None:
+    """What `convert` did, or would do."""
+    plan, files = document["plan"], document["files"]
+    print_plan(plan)
+    if not files:
+        click.echo(f"\ndry run: nothing was written to {document['out']}")
+        return
+    for note in document["notes"]:
+        click.echo(f"note: {note}")
+    written = sum(file["bytes"] for file in files.values())
+    click.echo(
+        f"\nwrote {len(files)} files, {size(written)}, in {document['seconds']:.1f} s: {document['out']}"
+    )
+    out = shlex.quote(str(document["out"]))
+    click.echo(f"next: linearize verify {out}")
+
+
+def print_plan(plan: Mapping[str, Any]) -> None:
+    """Layers, files and bytes of a plan (`Plan.to_dict()`)."""
+    print_layers(plan)
+    click.echo(f"new parameters: {plan['new_parameters']:,}")
+    linked = "dequantised" if plan["origin"] == "gguf" else "linked (no bytes)"
+    how = {"link": linked, "copy": "copied", "write": "written"}
+    for kind, text in how.items():
+        chosen = [file for file in plan["files"] if file["how"] == kind]
+        if chosen:
+            names = ", ".join(file["name"] for file in chosen[:4]) + (" ..." if len(chosen) > 4 else "")
+            click.echo(f"{text}: {names} ({size(sum(file['bytes'] for file in chosen))})")
+    free = "" if plan["bytes_free"] is None else f" of {size(plan['bytes_free'])} free"
+    click.echo(f"disk: {size(plan['bytes_needed'])}{free}; memory: at most {size(plan['memory_bytes'])}")
+    for note in plan["notes"]:
+        click.echo(f"note: {note}")
+
+
+def print_layers(facts: Mapping[str, Any]) -> None:
+    """The model, and what becomes of its layers and why, alike ones together."""
+    attention = len(facts["layers"])
+    total = facts["num_layers"]
+    others = "" if attention == total else f", {attention} with attention"
+    click.echo(f"{facts['model']}: {facts['architecture']}, {total} layers{others}")
+    for numbers, text, because in alike(facts["layers"]):
+        word = "layers" if len(numbers) > 1 else "layer"
+        click.echo(f"  {word} {ranges(numbers)}: {text} ({because})")
+
+
+def alike(layers: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], str, str]]:
+    """Layer numbers grouped by what they become and why."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for layer in layers:
+        becomes = layer.get("becomes", layer["type"])
+        text = f"{becomes}, {mixer_text(layer['mixer'])}" if layer.get("mixer") else f"{becomes}, as it is"
+        groups.setdefault((text, layer.get("because", "")), []).append(layer["layer"])
+    return [(numbers, text, because) for (text, because), numbers in groups.items()]
+
+
+def mixer_text(mixer: Mapping[str, Any]) -> str:
+    """A mixer's spec in a few words: "window 64 + hedgehog, 4 sinks"."""
+    known = ("name", "feature_map", "feature_map_options", "window", "sinks")
+    text = f"{mixer['name']} {mixer['window']}" if "window" in mixer else mixer["name"]
+    if "feature_map" in mixer:
+        options = ", ".join(f"{key}={value}" for key, value in mixer.get("feature_map_options", {}).items())
+        text += f" + {mixer['feature_map']}" + (f"({options})" if options else "")
+    if mixer.get("sinks"):
+        text += f", {mixer['sinks']} sinks"
+    return text + "".join(f", {key} {value}" for key, value in mixer.items() if key not in known)
+
+
+def print_inspection(report: Mapping[str, Any]) -> None:
+    """What `inspect` found."""
+    print_layers(report)
+    heads = sorted({(row["heads"], row["key_value_heads"], row["head_dim"]) for row in report["layers"]})
+    for query, key_value, dim in heads:
+        click.echo(f"  {query} query heads, {key_value} key/value heads, head dim {dim}")
+    stored = ", ".join(f"{dtype} {size(count)}" for dtype, count in report["dtypes"].items())
+    state = "converted" if report["converted"] else "not converted"
+    tied = "tied" if report["tied"] else "untied"
+    weights = f"weights: {size(report['weight_bytes'])}" + (f" ({stored})" if stored else "")
+    click.echo(f"{weights}; {tied} embeddings; {state}")
+    click.echo(f"new parameters: {report['new_parameters']:,}")
+    disk = report["disk"]
+    if "bytes" in disk:
+        click.echo(f"disk: {size(disk['bytes'])}")
+    else:
+        elsewhere = size(disk["bytes_needed_on_another_disk"])
+        click.echo(f"to convert: {size(disk['bytes_needed'])} on the model's disk, {elsewhere} on another;")
+        click.echo(f"  memory at most {size(report['memory_bytes'])}")
+    click.echo(f"\n{'cache of one sequence':24}{'softmax':>12}{'converted':>12}   ({report['cache_dtype']})")
+    for row in report["cache"]:
+        cells = f"{size(row['before_bytes']):>12}{size(row['after_bytes']):>12}"
+        click.echo(f"{row['tokens']:>8,} tokens         {cells}")
+    for note in report["notes"]:
+        click.echo(f"note: {note}")
+
+
+def verdict(out: str, faults: Sequence[Any]) -> dict[str, Any]:
+    """The JSON document of `verify`."""
+    return {"out": str(out), "ok": not faults, "faults": [fault.to_dict() for fault in faults]}
+
+
+def print_verdict(document: Mapping[str, Any]) -> None:
+    """Every fault, or one line that says there is none."""
+    for fault in document["faults"]:
+        tensor = f": tensor '{fault['key']}'" if fault["key"] else ""
+        click.echo(f"{fault['file']}{tensor} {fault['what']}")
+    count = len(document["faults"])
+    state = f"{count} fault{'s' if count > 1 else ''}" if count else "fine, every file and tensor"
+    click.echo(f"{document['out']}: {state}")
+    if count:
+        click.echo("next: convert the model again with --force")
+
+
+def size(count: float) -> str:
+    """Bytes for people: "1.50 GB"."""
+    from linearize.plan import human
+
+    return human(int(count))
