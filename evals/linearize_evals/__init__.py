@@ -1,0 +1,1 @@
+"""Recall evaluation for converted models."""
