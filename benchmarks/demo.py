@@ -182,9 +182,7 @@ def measure(student_folder: Path, gguf: Path) -> dict[str, Any]:
                 "class": type(model).__name__,
                 "text": complete(model, tokenizer),
                 "perplexity": round(perplexity(model, text), 2),
-                "needles": {
-                    str(n): [sum(found(model, *d) for d in docs), len(docs)] for n, docs in needles.items()
-                },
+                "needles": {str(n): [sum(found(model, *d) for d in docs), len(docs)] for n, docs in needles.items()},
                 "load_s": round(loaded_s, 1),
                 "measure_s": round(time.perf_counter() - begun - loaded_s, 1),
             }
@@ -211,12 +209,8 @@ def choose_dtype() -> tuple[torch.dtype, str]:
 
 def complete(model: Any, tokenizer: Any) -> str:
     chat = [{"role": "user", "content": PROMPT}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
-    )
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     return tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
 

@@ -13,23 +13,23 @@ __version__ = "0.1.0"
 from linearize.modeling import registration as _registration
 
 if TYPE_CHECKING:
-    from linearize.convert import convert
-    from linearize.inspect import inspect
+    from linearize.conversion import convert
+    from linearize.inspection import inspect
     from linearize.live import linearize_, load
     from linearize.mixers.registry import register_feature_map, register_mixer
     from linearize.recipe import Recipe, load_recipe
-    from linearize.verify import verify
+    from linearize.verification import verify
 
 _PUBLIC = {
     "Recipe": "linearize.recipe",
-    "convert": "linearize.convert",
-    "inspect": "linearize.inspect",
+    "convert": "linearize.conversion",
+    "inspect": "linearize.inspection",
     "linearize_": "linearize.live",
     "load": "linearize.live",
     "load_recipe": "linearize.recipe",
     "register_feature_map": "linearize.mixers.registry",
     "register_mixer": "linearize.mixers.registry",
-    "verify": "linearize.verify",
+    "verify": "linearize.verification",
 }
 
 __all__ = [
@@ -49,11 +49,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         import importlib
-        import sys
 
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
-        # Importing linearize.convert sets the module as this package's attribute; the function is what users call.
-        setattr(sys.modules[__name__], name, value)
+        value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
         return value
     raise AttributeError(f"module 'linearize' has no attribute '{name}'")
 

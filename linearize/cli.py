@@ -52,9 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             return _fail(ResourceError("out of memory", "Use a machine with more"), arguments, error)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOMEM):
-                return _fail(
-                    ResourceError(f"{error.filename or 'a file'}: {error.strerror}"), arguments, error
-                )
+                return _fail(ResourceError(f"{error.filename or 'a file'}: {error.strerror}"), arguments, error)
             return _bug(error, arguments)
         except Exception as error:
             return _bug(error, arguments)
@@ -109,9 +107,7 @@ def _say(
     error: BaseException | None = None,
 ) -> int:
     """Report what went wrong, on stderr and with `--json` also on stdout; returns `code`."""
-    if error is not None and (
-        "--debug" in arguments or os.environ.get("LINEARIZE_DEBUG", "0") not in ("", "0")
-    ):
+    if error is not None and ("--debug" in arguments or os.environ.get("LINEARIZE_DEBUG", "0") not in ("", "0")):
         traceback.print_exception(error)
     click.echo(text or f"error: {what}" + (f"\n{mend}" if mend else ""), err=True)
     if "--json" in arguments:
@@ -133,13 +129,9 @@ def _recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--feature-map", metavar="NAME", help="hedgehog, elu1, relu, t2r, favor, taylor."),
             click.option("--window", type=int, metavar="N", help="Newest tokens under exact softmax."),
             click.option("--sinks", type=int, metavar="N", help="First tokens that stay exact."),
-            click.option(
-                "--keep-softmax", metavar="SPEC", help="Layers to leave: none, 0,7,15, every:4, 25%."
-            ),
+            click.option("--keep-softmax", metavar="SPEC", help="Layers to leave: none, 0,7,15, every:4, 25%."),
             click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any key of the recipe."),
-            click.option(
-                "--import", "plugins", multiple=True, metavar="MODULE", help="Your own mixers or maps."
-            ),
+            click.option("--import", "plugins", multiple=True, metavar="MODULE", help="Your own mixers or maps."),
             click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model."),
         ]
     ):
@@ -226,7 +218,7 @@ def convert(model: str, out: str, dry_run: bool, force: bool, as_json: bool, **o
     """
     recipe = _recipe(options)
     from linearize import console
-    from linearize.convert import convert
+    from linearize.conversion import convert
 
     revision, dtype = options["revision"], options["dtype"]
     with _quiet_stdout(as_json), console.progress() as progress:
@@ -252,7 +244,7 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
     asked = any(options[key] not in (None, ()) for key in RECIPE_KEYS)
     recipe = _recipe(options) if asked else _import_plugins(options["plugins"])
     from linearize import console
-    from linearize.inspect import inspect
+    from linearize.inspection import inspect
 
     with _quiet_stdout(as_json):
         report = inspect(model, recipe=recipe, revision=options["revision"])
@@ -265,7 +257,7 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
 def verify(out: str, as_json: bool) -> None:
     """Check every file and tensor of the converted folder OUT, and name every fault."""
     from linearize import console
-    from linearize.verify import verify
+    from linearize.verification import verify
 
     with _quiet_stdout(as_json), console.progress() as progress:
         faults = verify(out, progress=progress)

@@ -56,9 +56,7 @@ def print_result(document: Mapping[str, Any]) -> None:
     for note in document["notes"]:
         click.echo(f"note: {note}")
     written = sum(file["bytes"] for file in files.values())
-    click.echo(
-        f"\nwrote {len(files)} files, {size(written)}, in {document['seconds']:.1f} s: {document['out']}"
-    )
+    click.echo(f"\nwrote {len(files)} files, {size(written)}, in {document['seconds']:.1f} s: {document['out']}")
     out = shlex.quote(str(document["out"]))
     click.echo(f"next: linearize verify {out}")
 

@@ -99,9 +99,7 @@ def _checks(
     checks: list[dict[str, Any]] = []
 
     def add(what: str, ok: bool, because: str, fix: str = "", essential: bool = False) -> None:
-        checks.append(
-            {"what": what, "ok": ok, "because": because, "fix": "" if ok else fix, "essential": essential}
-        )
+        checks.append({"what": what, "ok": ok, "because": because, "fix": "" if ok else fix, "essential": essential})
 
     add(
         "Python",
@@ -116,9 +114,7 @@ def _checks(
     right = version is not None and version.split(".")[0] == "5"
     add("transformers", right, version or "not installed", "pip install 'transformers>=5,<6'", essential=True)
     running = [row["backend"] for row in kernels if row["runs"]]
-    reason = (
-        f"backends: {', '.join(running)}" if running else kernels[0]["because"] if kernels else "no backend"
-    )
+    reason = f"backends: {', '.join(running)}" if running else kernels[0]["because"] if kernels else "no backend"
     add("mixers", bool(running), reason, "install linearize again", essential=True)
     add(
         "GPU",
@@ -182,18 +178,13 @@ def print_report(report: dict[str, Any]) -> None:
         mark = "ok  " if check["ok"] else "FAIL" if check["essential"] else "no  "
         fix = f"  ({check['fix']})" if check["fix"] else ""
         click.echo(f"{mark} {check['what']:20} {check['because']}{fix}")
-    click.echo(
-        "\nversions  " + ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items())
-    )
+    click.echo("\nversions  " + ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items()))
     for device in report["devices"]:
         rest = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device")
         click.echo(f"device    {device['device']}: {rest}")
     for kernel in report["kernels"]:
         state = "runs" if kernel["runs"] else "does not run"
-        click.echo(
-            f"backend   {kernel['backend']}: {state}"
-            + (f", {kernel['because']}" if kernel["because"] else "")
-        )
+        click.echo(f"backend   {kernel['backend']}: {state}" + (f", {kernel['because']}" if kernel["because"] else ""))
     for disk in report["disk"]:
         free = "unknown" if disk["free_bytes"] is None else f"{disk['free_bytes'] / 1e9:.1f} GB"
         click.echo(f"disk      {disk['path']}: {free} free")

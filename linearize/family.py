@@ -27,7 +27,7 @@ def load_config(raw: Mapping[str, Any], name: str) -> Any:
     Raises:
         ModelError: transformers doesn't know the model type, or finds the values inconsistent.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     model_type = base_type(raw)
     values = {key: value for key, value in raw.items() if key not in OURS and key != "model_type"}
@@ -40,7 +40,8 @@ def load_config(raw: Mapping[str, Any], name: str) -> Any:
             "Check the spelling, or update transformers",
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        # A copy, since config classes may write into nested values; decoded, since infinity is not JSON.
+        return CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(copy.deepcopy(values)))
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name}: config.json isn't a valid '{model_type}' config ({first})") from error

@@ -48,9 +48,7 @@ class Problem(NamedTuple):
 class RecipeError(UsageError):
     """Every problem of one recipe. `where` maps keys to their place in the file (`{"window": "line 7"}`)."""
 
-    def __init__(
-        self, problems: list[Problem], source: str = "the recipe", where: Mapping[str, str] = {}
-    ) -> None:
+    def __init__(self, problems: list[Problem], source: str = "the recipe", where: Mapping[str, str] = {}) -> None:
         self.problems = problems
         lines = [problem.text(where) for problem in sorted(problems, key=lambda one: one.position(where))]
         if len(lines) == 1:
@@ -70,11 +68,7 @@ def _keep_softmax(value: Any) -> str | tuple[int, ...]:
         if text == "auto":
             raise ValueError(f"'auto' is not available in this version; write {FORMS}")
         percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", text)
-        if (
-            text == "none"
-            or re.fullmatch(r"every:[1-9]\d{0,8}", text)
-            or (percent and 0 < float(percent[1]) <= 100)
-        ):
+        if text == "none" or re.fullmatch(r"every:[1-9]\d{0,8}", text) or (percent and 0 < float(percent[1]) <= 100):
             return text
         if not re.fullmatch(r"\d{1,9}(\s*,\s*\d{1,9})*", text):
             raise ValueError(f"can't be '{value}'; write {FORMS}")
@@ -106,9 +100,7 @@ class Recipe(BaseModel):
     keep_softmax: Annotated[str | tuple[int, ...], BeforeValidator(_keep_softmax)] = Field(
         "none", description=f"layers that stay as they are: {FORMS}"
     )
-    convert_sliding: bool = Field(
-        False, description="also convert layers that have sliding-window attention already"
-    )
+    convert_sliding: bool = Field(False, description="also convert layers that have sliding-window attention already")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of the mixers' random draws")
 
     @model_validator(mode="wrap")
@@ -172,9 +164,7 @@ def _problem(item: Any) -> Problem:
         "dict_type": "a mapping",
         "string_type": "a name",
     }
-    return _wrong(
-        key, f"must be {wanted[kind]}, not {value!r}" if kind in wanted else f"{item['msg']}, not {value!r}"
-    )
+    return _wrong(key, f"must be {wanted[kind]}, not {value!r}" if kind in wanted else f"{item['msg']}, not {value!r}")
 
 
 def _fill(data: dict[str, Any], broken: set[str]) -> tuple[dict[str, Any], list[Problem]]:

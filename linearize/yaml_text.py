@@ -18,9 +18,7 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], dict[str, str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
-        raise UsageError(
-            f"{source}{line} is not valid YAML: {getattr(error, 'problem', None) or error}"
-        ) from None
+        raise UsageError(f"{source}{line} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
     except (RecursionError, ValueError) as error:
         raise UsageError(f"{source} is not valid YAML: {error}") from None
     if data is None:
@@ -35,9 +33,7 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], dict[str, str]]:
         lines.setdefault(key, line)
     if twice:
         raise UsageError(f"{source}: " + "; ".join(twice), "Keep one of them")
-    return {str(key): value for key, value in data.items()}, {
-        key: f"line {line}" for key, line in lines.items()
-    }
+    return {str(key): value for key, value in data.items()}, {key: f"line {line}" for key, line in lines.items()}
 
 
 def _keys(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:

@@ -373,8 +373,7 @@ def table() -> str:
     lines = [HEAD.format(version=transformers.__version__, converted=converted, total=len(rows))]
     lines += ["| model type | status | attention | why not |", "|---|---|---|---|"]
     lines += [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *rest)) + " |"
-        for name, *rest in rows
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *rest)) + " |" for name, *rest in rows
     ]
     return "\n".join(lines) + "\n"
 
@@ -403,9 +402,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table of families")
-    parser.add_argument(
-        "--check", type=Path, metavar="FILE", help="exit 1 if FILE isn't the table of families"
-    )
+    parser.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if FILE isn't the table of families")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     text = table()

@@ -78,6 +78,12 @@ class LinearizedModelMixin:
             path.write_text(remote_code(self.config.base_model_type), encoding="utf-8")  # pyright: ignore
         return result
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: the initialisation is the base family's own. For custom code, transformers leaves out modules that
+        only fill their children's non-persistent buffers, which then hold whatever memory held (Falcon-H1)."""
+        return False
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:

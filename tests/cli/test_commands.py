@@ -144,16 +144,14 @@ def test_recipes_commands(run, tmp_path):
     assert ran.code == 2
     assert "default: fine" in ran.out
     assert "unknown key 'windw' (line 1)" in ran.out
-    assert [
-        row["ok"] for row in run("recipes", "validate", "default", tmp_path / "bad.yaml", "--json").json
-    ] == [
+    assert [row["ok"] for row in run("recipes", "validate", "default", tmp_path / "bad.yaml", "--json").json] == [
         True,
         False,
     ]
 
 
 def test_json_is_the_only_thing_on_stdout_even_if_a_library_prints(run, model, monkeypatch):
-    module = importlib.import_module("linearize.inspect")
+    module = importlib.import_module("linearize.inspection")
 
     def chatty(*args, **kwargs):
         print("noise")

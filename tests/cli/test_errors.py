@@ -81,7 +81,7 @@ def test_keep_softmax_out_of_range_exits_2(run, model, tmp_path):
     ],
 )
 def test_errors_have_their_exit_codes(run, monkeypatch, tmp_path, raised, code, said):
-    module = importlib.import_module("linearize.verify")
+    module = importlib.import_module("linearize.verification")
 
     def fail(*args, **kwargs):
         raise raised

@@ -16,9 +16,7 @@ def fresh(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["convert"], ["inspect"], ["verify"], ["doctor"], ["recipes", "cat"]]
-)
+@pytest.mark.parametrize("command", [[], ["convert"], ["inspect"], ["verify"], ["doctor"], ["recipes", "cat"]])
 def test_help_loads_nothing_heavy_and_takes_less_than_half_a_second(command):
     code = f"""
 import sys, time

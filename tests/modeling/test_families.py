@@ -132,9 +132,7 @@ def check_padded_equals_single(model, name: str) -> None:
         batch[row, -length:], mask[row, -length:] = prompt(length)[0], 1
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    prefill = forward(
-        model, batch, attention_mask=mask, **({"position_ids": positions} if takes_positions else {})
-    )
+    prefill = forward(model, batch, attention_mask=mask, **({"position_ids": positions} if takes_positions else {}))
     tokens, logits = generate(model, batch, attention_mask=mask)
     if "padded" in INEXACT.get(name, ()):
         assert logits.isfinite().all()
@@ -162,9 +160,7 @@ def check_config_survives(folder: Path, model) -> None:
     assert {k: v for k, v in out.items() if k not in OURS} == {k: v for k, v in base.items() if k not in OURS}
     original = AutoModelForCausalLM.from_pretrained(folder / "base").config.to_dict()
     loaded = model.config.to_dict()
-    assert {k: loaded[k] for k in original if k not in OURS} == {
-        k: v for k, v in original.items() if k not in OURS
-    }
+    assert {k: loaded[k] for k in original if k not in OURS} == {k: v for k, v in original.items() if k not in OURS}
     generation = folder / "base" / "generation_config.json"
     if generation.exists():
         assert (folder / "out" / "generation_config.json").read_bytes() == generation.read_bytes()

@@ -63,9 +63,7 @@ def test_unknown_key_names_its_line_and_the_key_that_was_meant(write):
 
 
 def test_all_problems_are_reported_at_once_each_with_its_line(write):
-    text = problem(
-        write("mixer: linear\nwindow: 3\nsinks: -1\nfoo: 2\nfeature_map: favr\nkeep_softmax: 1,1\n")
-    )
+    text = problem(write("mixer: linear\nwindow: 3\nsinks: -1\nfoo: 2\nfeature_map: favr\nkeep_softmax: 1,1\n"))
     assert "5 problems" in text
     for line in range(2, 7):
         assert f"(line {line})" in text

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from linearize import sink
-from linearize.convert import convert
+from linearize.conversion import convert
 from linearize.errors import ResourceError
-from linearize.verify import verify
+from linearize.verification import verify
 from tests.checkpoints import save, tree
 
 

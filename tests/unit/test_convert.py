@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
 
 import pytest
 
-from linearize.convert import convert
+from linearize.conversion import convert
 from linearize.errors import LinearizeError, ModelError, ResourceError, UsageError
 from linearize.source import resolve
-from linearize.verify import verify
+from linearize.verification import verify
 from tests.checkpoints import SIDE_FILES, add_side_files, save, tree
 
 
@@ -42,7 +43,8 @@ def test_the_files_are_those_of_the_plan(tmp_path):
     plan = convert(model, tmp_path / "dry", dry_run=True).plan
     assert not (tmp_path / "dry").exists()
     result = convert(model, tmp_path / "out")
-    assert result.plan == plan
+    # Others write to this disk at the same time.
+    assert dataclasses.replace(result.plan, bytes_free=None) == dataclasses.replace(plan, bytes_free=None)
     header = 8 + 2048  # the plan counts tensors, the mixers' file has a header as well
     for file in plan.files:
         assert 0 <= (tmp_path / "out" / file.name).stat().st_size - file.bytes <= header * (file.how == "write")
@@ -171,15 +173,13 @@ def test_force_replaces_an_earlier_result(tmp_path):
 
 
 def test_a_source_that_changes_under_our_hands(tmp_path, monkeypatch):
-    from linearize import convert as _  # noqa: F401  (the function; the module is in sys.modules)
+    from linearize import conversion
 
     model = save(tmp_path / "m")
     source = resolve(model)
     with open(model / "model.safetensors", "ab") as file:
         file.write(b"x")
-    import sys
-
-    monkeypatch.setattr(sys.modules["linearize.convert"], "resolve", lambda *args, **kwargs: source)
+    monkeypatch.setattr(conversion, "resolve", lambda *args, **kwargs: source)
     with pytest.raises(ModelError, match=r"model\.safetensors has changed since it was checked"):
         convert(model, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"m"}

@@ -56,9 +56,7 @@ def test_the_error_shown_for_a_bad_recipe_is_the_real_one(tmp_path):
     path.write_text("version: 1\nmixer: window\nfeaturemap: hedgehog\nwindow: 0\n")
     with pytest.raises(Exception, match="2 problems") as caught:
         load_recipe(path)
-    assert "\n".join(f"    {line}" for line in f"error: {caught.value}".splitlines()) in read(
-        "docs/recipes.md"
-    )
+    assert "\n".join(f"    {line}" for line in f"error: {caught.value}".splitlines()) in read("docs/recipes.md")
 
 
 def test_the_options_of_feature_maps_and_their_defaults_are_listed():
@@ -71,9 +69,7 @@ def test_the_options_of_feature_maps_and_their_defaults_are_listed():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("feature_map", "features"), [("elu1", 24), ("hedgehog", 48), ("favor", 256), ("taylor", 153)]
-)
+@pytest.mark.parametrize(("feature_map", "features"), [("elu1", 24), ("hedgehog", 48), ("favor", 256), ("taylor", 153)])
 def test_the_state_takes_the_bytes_that_the_documentation_says(feature_map, features, dtype):
     import torch
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from linearize.convert import convert
+from linearize.conversion import convert
 from linearize.errors import UsageError
-from linearize.inspect import inspect
+from linearize.inspection import inspect
 from tests.checkpoints import save, tree
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from linearize.convert import convert
+from linearize.conversion import convert
 from linearize.errors import ModelError, UsageError
-from linearize.inspect import inspect
+from linearize.inspection import inspect
 from linearize.source import resolve
-from linearize.verify import verify
+from linearize.verification import verify
 from tests.checkpoints import tree
 
 gguf = pytest.importorskip("gguf", reason="the gguf extra isn't installed")

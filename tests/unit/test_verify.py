@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from linearize.convert import convert
+from linearize.conversion import convert
 from linearize.errors import ModelError
-from linearize.verify import verify
+from linearize.verification import verify
 from tests.checkpoints import add_side_files, save, tree
 
 INDEX = "model.safetensors.index.json"
