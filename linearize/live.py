@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ def linearize_(
     probed = probe(config)
     if type(model).__name__ != probed.architecture:
         raise ModelError(f"{type(model).__name__} isn't the causal language model of '{config.model_type}'")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError("this model has weights on the meta device or offloaded", "Load it whole, or use convert")
+    config = _own_config(model)
     block = block_for(probed.base_model_type, plan_layers(probed, settings), settings.to_dict())
     config_class, model_class = classes_for(probed.base_model_type)
     attach(model, block)
@@ -48,8 +52,27 @@ def linearize_(
     config.__class__ = config_class
     setattr(config, BLOCK, block)
     config.architectures = [model_class.__name__]
+    _remember_context(model)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), BLOCK}
     return model
+
+
+def _own_config(model: Any) -> Any:
+    """A copy of the model's config in the place of one that another model may share."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
+    return own
+
+
+def _remember_context(model: Any) -> None:
+    """Gradient checkpointing that is on already must recompute under the forward's context, too."""
+    from linearize.modeling.context import remembering
+
+    for module in model.modules():
+        if "_gradient_checkpointing_func" in vars(module):
+            module._gradient_checkpointing_func = remembering(module._gradient_checkpointing_func)
 
 
 def load(path: str | Path, **kwargs: Any) -> Any:

@@ -29,11 +29,6 @@ class Features(NamedTuple):
     log_scale: Tensor | None
 
 
-def as_features(output: Tensor | tuple[Tensor, Tensor | None]) -> Features:
-    """What a feature map returned, as `Features`."""
-    return Features(output, None) if isinstance(output, Tensor) else Features(*output)
-
-
 class FeatureMap(nn.Module):
     """Base of the maps that ship here: keeps the shape, gives draws that depend on the seed alone.
 
@@ -47,6 +42,12 @@ class FeatureMap(nn.Module):
         super().__init__()
         self.shape = shape
         self.feature_dim = shape.head_dim
+
+    def forward(self, x: Tensor, side: str) -> Features:
+        """Features of queries (side "q") or keys ("k"). Mixers call the map through this, so that hooks on the module
+        run: offloading brings weights with them."""
+        output = self.q(x) if side == "q" else self.k(x)
+        return Features(output, None) if isinstance(output, Tensor) else Features(*output)
 
     def q(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Features of queries x (B, T, H, D)."""

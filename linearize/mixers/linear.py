@@ -8,7 +8,8 @@ import torch
 from linearize_kernels import LinearState, linear_attention
 from torch import Tensor, nn
 
-from linearize.mixers.feature_maps import FeatureMap, as_features
+from linearize.errors import UsageError
+from linearize.mixers.feature_maps import FeatureMap
 from linearize.mixers.registry import FEATURE_MAPS, AttentionShape, check_options, lookup
 
 State = dict[str, Tensor]
@@ -19,7 +20,10 @@ def build_feature_map(
 ) -> FeatureMap:
     """The feature map called `name`; raises `UsageError` for an unknown name or option."""
     entry = lookup(FEATURE_MAPS, "feature_map", name)
-    return entry.load()(shape, generator=generator, **check_options("feature_map", name, entry, options))
+    cls = entry.load()
+    if not issubclass(cls, FeatureMap):
+        raise UsageError(f"feature map '{name}' is a {cls.__name__}, which doesn't derive from FeatureMap")
+    return cls(shape, generator=generator, **check_options("feature_map", name, entry, options))
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -66,8 +70,8 @@ class LinearMixer(nn.Module):
         each packed sequence has a state of its own.
         """
         dtype = accumulate_dtype(q)
-        phi_q = as_features(self.feature_map.q(q.to(dtype)))
-        phi_k = as_features(self.feature_map.k(k.to(dtype)))
+        phi_q = self.feature_map(q.to(dtype), "q")
+        phi_k = self.feature_map(k.to(dtype), "k")
         result = linear_attention(
             phi_q.phi,
             phi_k.phi,

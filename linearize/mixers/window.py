@@ -12,7 +12,6 @@ import torch
 from linearize_kernels import WindowState, window_attention
 from torch import Tensor, nn
 
-from linearize.mixers.feature_maps import as_features
 from linearize.mixers.linear import State, accumulate_dtype, build_feature_map
 from linearize.mixers.registry import AttentionShape
 
@@ -69,8 +68,8 @@ class WindowMixer(nn.Module):
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally; as `LinearMixer`."""
         dtype = accumulate_dtype(q)
         previous = None if state is None else WindowState(**state)
-        phi_q = as_features(self.feature_map.q(q.to(dtype)))
-        phi_k = as_features(self.feature_map.k(self._leaving_keys(k, previous, cu_seqlens).to(dtype)))
+        phi_q = self.feature_map(q.to(dtype), "q")
+        phi_k = self.feature_map(self._leaving_keys(k, previous, cu_seqlens).to(dtype), "k")
         result = window_attention(
             q,
             k,
@@ -89,9 +88,14 @@ class WindowMixer(nn.Module):
             cu_seqlens=cu_seqlens,
             mask=mask,
         )
-        if return_state:
-            return result[0], result[1]._asdict()
-        return result, None
+        out, after = result if return_state else (result, None)
+        # Offloaded weights are on meta by now, and aren't trained.
+        trained = [p for p in self.feature_map.parameters() if p.requires_grad and not p.is_meta]
+        if trained and torch.is_grad_enabled():
+            # While no key has left the window, the map plays no part. Its gradients are then 0 rather than absent,
+            # which data-parallel training needs.
+            out = out + sum(0 * p.sum() for p in trained)
+        return out, None if after is None else after._asdict()
 
     def _leaving_keys(self, k: Tensor, previous: WindowState | None, cu_seqlens: Tensor | None) -> Tensor:
         """The keys that leave the window during this call: the only ones whose features are ever used."""

@@ -89,6 +89,13 @@ class _Arguments:
                 return args[position]
         return None
 
+    def set(self, args: tuple, kwargs: dict[str, Any], name: str, value: Any) -> tuple[tuple, dict[str, Any]]:
+        """args and kwargs with `name` set, at its place if it was passed by position."""
+        position = self.positions[name]
+        if position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
 
 class _AttentionHook:
     """Before a converted attention module runs: its hidden states and its cache slot, for the attention function."""
@@ -119,58 +126,71 @@ class _BodyHook:
         if tokens is None:
             return None  # the body says what is missing
         batch, length = tokens.shape[:2]
-        mask = get(args, kwargs, "attention_mask")
-        position_ids = get(args, kwargs, "position_ids")
-        context = ForwardContext(position_ids=position_ids)
+        mask, position_ids = get(args, kwargs, "attention_mask"), get(args, kwargs, "position_ids")
+        cache = get(args, kwargs, *CACHE_NAMES)
+        context = ForwardContext(owner=self, outer=forward_context.current())
         changed = None
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            if mask.shape[1] < length:
-                raise ValueError(
-                    f"attention_mask is {tuple(mask.shape)} but {length} new tokens came: it must cover the tokens "
-                    "seen before and the new ones"
-                )
-            context.mask = mask[:, mask.shape[1] - length :].bool()
+            mask = mask.bool()
+            seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+            context.mask = _new_columns(mask, seen, length)
             if position_ids is None and "position_ids" in self.arguments.positions:
                 # Softmax with RoPE doesn't notice a shift of all positions, but feature maps of rotated q and k do:
                 # a padded row must get the positions that it has alone.
-                position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-                context.position_ids = position_ids
-                changed = (args, {**kwargs, "position_ids": position_ids})
+                position_ids = _new_columns((mask.long().cumsum(-1) - 1).clamp(min=0), seen, length)
+                changed = self.arguments.set(args, kwargs, "position_ids", position_ids)
         elif mask is not None:
             context.per_layer_mask = True
-        cache = get(args, kwargs, *CACHE_NAMES)
-        context.cu_seqlens = self._packed_bounds(args, kwargs, mask, cache, position_ids, batch, length)
+        context.position_ids = position_ids
+        if position_ids is not None and cache is None and mask is None and not self._makes_cache(body, args, kwargs):
+            context.cu_seqlens = _packed_bounds(position_ids, batch, length)  # pyright: ignore[reportCallIssue]
+        given = get(args, kwargs, "cu_seq_lens_q")
+        context.cu_seqlens = context.cu_seqlens if given is None else given
         forward_context.enter(context)
         return changed
 
-    def _packed_bounds(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        mask: Any,
-        cache: Any,
-        position_ids: Tensor | None,
-        batch: int,
-        length: int,
-    ) -> Tensor | None:
-        """Bounds (N + 1,) of packed sequences, told by `cu_seq_lens_q` or by positions that start again.
-
-        The latter under the conditions under which transformers itself separates packed sequences: no mask, no cache.
-        """
-        given = self.arguments.get(args, kwargs, "cu_seq_lens_q")
-        if given is not None:
-            return given
-        uses_cache = kwargs.get("use_cache")
-        if position_ids is None or mask is not None or cache is not None or uses_cache or length == 1:
-            return None
-        if position_ids.dim() != 2 or torch.compiler.is_compiling():
-            return None
-        starts = torch.ones(batch, length, dtype=torch.bool, device=position_ids.device)
-        starts[:, 1:] = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
-        if not bool(starts[:, 1:].any()):
-            return None
-        bounds = starts.flatten().nonzero().flatten()
-        return torch.cat([bounds, bounds.new_tensor([batch * length])])
+    def _makes_cache(self, body: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the body will make a cache of its own: transformers then doesn't separate packed sequences."""
+        asked = self.arguments.get(args, kwargs, "use_cache")
+        if asked is not None:
+            return bool(asked)
+        checkpointing = body.training and getattr(body, "gradient_checkpointing", False)
+        return bool(getattr(body.config, "use_cache", False)) and not checkpointing
 
     def leave(self, body: nn.Module, args: tuple, output: Any) -> None:
-        forward_context.enter(None)
+        context = forward_context.current()
+        if context is not None and context.owner is self:
+            forward_context.enter(context.outer)
+
+
+def _new_columns(x: Tensor, seen: int | Tensor, length: int) -> Tensor:
+    """The columns of x (B, seen + T or more) that belong to the T new tokens.
+
+    Raises:
+        ValueError: if x doesn't cover them.
+    """
+    if isinstance(seen, Tensor) and torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(length, device=x.device) + seen.to(x.device))
+    seen = int(seen)
+    if x.shape[1] < seen + length:
+        raise ValueError(
+            f"attention_mask is {tuple(x.shape)} but {seen} tokens were seen and {length} are new: it must cover both"
+        )
+    return x[:, seen : seen + length]
+
+
+@torch.compiler.disable
+def _packed_bounds(position_ids: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Bounds (N + 1,) of packed sequences, told by positions that start again; None if there is one per row.
+
+    For calls without mask and cache, as transformers itself does. What it returns depends on values, so it stays
+    outside of compiled graphs; calls without explicit positions never get here.
+    """
+    if position_ids is None or position_ids.dim() != 2 or length == 1:
+        return None
+    starts = torch.ones(batch, length, dtype=torch.bool, device=position_ids.device)
+    starts[:, 1:] = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
+    if not bool(starts[:, 1:].any()):
+        return None
+    bounds = starts.flatten().nonzero().flatten()
+    return torch.cat([bounds, bounds.new_tensor([batch * length])])

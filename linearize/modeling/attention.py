@@ -33,6 +33,12 @@ def attention_forward(
     Raises:
         RuntimeError: if the module runs outside its decoder's forward, or gets more keys than queries.
     """
+    mixer: Any = getattr(module, "linearize", None)
+    if mixer is None:
+        raise RuntimeError(
+            f"layer {getattr(module, 'layer_idx', '?')} isn't converted, so it can't run the '{IMPLEMENTATION}' "
+            "attention implementation: choose sdpa, eager or flash_attention_2"
+        )
     context = forward_context.current()
     if context is None:
         raise RuntimeError(
@@ -46,7 +52,6 @@ def attention_forward(
             f"converted layer {module.layer_idx} got {k.shape[1]} keys for {q.shape[1]} queries: its keys come from "
             "another layer or cache, which a recurrent state can't continue from"
         )
-    mixer: Any = module.linearize
     slot, context.slot = context.slot, None
     inputs = {
         "hidden_states": context.hidden_states,
@@ -59,6 +64,8 @@ def attention_forward(
     exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
     with exact:
         if context.cu_seqlens is not None:
+            if slot is not None:
+                raise RuntimeError("packed sequences can't fill a cache: pass use_cache=False")
             return _packed(mixer, q, k, v, context.cu_seqlens.to(q.device), inputs), None
         before = None if slot is None else slot.state
         out, state = mixer(q, k, v, state=before, return_state=slot is not None, **inputs)

@@ -213,6 +213,12 @@ class LinearStateAndConvLayer(LinearStateLayer, LinearAttentionLayer):
         LinearStateLayer.crop(self, tokens_to_remove)
 
 
+def has_slot(cache: Any, layer: int) -> bool:
+    """Whether `cache` has, or would make, a slot for `layer`."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    return getattr(cache, "layer_class_to_replicate", None) is not None or layer < len(getattr(cache, "layers", ()))
+
+
 def adopt(cache: Any, layer: int) -> LinearStateLayer:
     """The state slot of `layer` in `cache`, put in the place of the stock layer if it isn't there yet.
 
@@ -222,7 +228,10 @@ def adopt(cache: Any, layer: int) -> LinearStateLayer:
     """
     cache = getattr(cache, "self_attention_cache", cache)
     if not hasattr(cache, "layers"):
-        raise TypeError(f"converted layers need a transformers Cache, not {type(cache).__name__}: pass DynamicCache()")
+        raise TypeError(
+            f"converted layers can't use a {type(cache).__name__} (continuous batching isn't supported): "
+            "pass a DynamicCache or StaticCache"
+        )
     template = getattr(cache, "layer_class_to_replicate", None)
     while template is not None and len(cache.layers) <= layer:
         cache.layers.append(template())

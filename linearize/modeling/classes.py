@@ -24,7 +24,15 @@ def is_linearized(model_type: object) -> bool:
     return isinstance(model_type, str) and model_type.startswith(PREFIX)
 
 
-class LinearizedConfigMixin:
+class _NoCopiedCode:
+    """Saving never copies this package's source into the folder; `remote_code` is all that a checkpoint needs."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would mark the class so that saving copies its module."""
+
+
+class LinearizedConfigMixin(_NoCopiedCode):
     """What a converted model's config adds to the base family's: the `linearize` block."""
 
     model_type: str
@@ -38,7 +46,7 @@ class LinearizedConfigMixin:
         return output
 
 
-class LinearizedModelMixin:
+class LinearizedModelMixin(_NoCopiedCode):
     """What a converted model adds to the base family's: mixers, their cache slots, and checks on loading."""
 
     # Mixers are small, and their features and gates feed sums over the whole context.
@@ -61,8 +69,10 @@ class LinearizedModelMixin:
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # pyright: ignore
         missing = sorted(info["missing_keys"])
         unexpected = sorted(key for key in info["unexpected_keys"] if f".{BLOCK}." in key)
+        shapes = sorted(key for key in map(_key_of, info.get("mismatched_keys", ())) if f".{BLOCK}." in key)
         faults = [f"missing {_some(missing)}"] if missing else []
         faults += [f"unexpected {_some(unexpected)}"] if unexpected else []
+        faults += [f"of another shape {_some(shapes)}"] if shapes else []
         if faults:
             raise ModelError(
                 f"the checkpoint doesn't fit its config: {'; '.join(faults)}",
@@ -72,11 +82,11 @@ class LinearizedModelMixin:
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own, plus the two-line file that lets `trust_remote_code=True` find linearize."""
-        result = super().save_pretrained(save_directory, *args, **kwargs)  # pyright: ignore
-        if kwargs.get("is_main_process", True):
+        if kwargs.get("is_main_process", True):  # first, since saving may upload the folder
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
             path = Path(save_directory) / f"{REMOTE_MODULE}.py"
             path.write_text(remote_code(self.config.base_model_type), encoding="utf-8")  # pyright: ignore
-        return result
+        return super().save_pretrained(save_directory, *args, **kwargs)  # pyright: ignore
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -87,7 +97,7 @@ class LinearizedModelMixin:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from linearize.modeling.cache import adopt
+        from linearize.modeling.cache import adopt, has_slot
         from linearize.modeling.compat import cache_of
 
         result = super()._prepare_cache_for_generation(  # pyright: ignore
@@ -96,10 +106,13 @@ class LinearizedModelMixin:
         cache = cache_of(model_kwargs)
         if cache is not None:
             # Now rather than at the first forward: recording for assisted decoding is switched on in between.
+            mode = args[0] if args else kwargs.get("generation_mode")
+            assisted = getattr(mode, "value", "") == "assisted_generation"
             for layer in self.config.linearize["layers"]:  # pyright: ignore[reportAttributeAccessIssue]
-                if layer.get("mixer"):
+                # With early exit as the assistant, the cache has fewer layers than the model.
+                if layer.get("mixer") and has_slot(cache, layer["layer"]):
                     slot = adopt(cache, layer["layer"])
-                    if getattr(generation_config, "is_assistant", False):
+                    if assisted or getattr(generation_config, "is_assistant", False):
                         slot.activate_past_recording()
         return result
 
@@ -109,6 +122,10 @@ class LinearizedModelMixin:
         if "gradient_checkpointing_func" in kwargs:
             kwargs["gradient_checkpointing_func"] = remembering(kwargs["gradient_checkpointing_func"])
         return super()._set_gradient_checkpointing(*args, **kwargs)  # pyright: ignore
+
+
+def _key_of(entry: Any) -> str:
+    return entry if isinstance(entry, str) else entry[0]
 
 
 def _some(keys: list[str]) -> str:
@@ -160,9 +177,9 @@ def model_class_for(config_class: type) -> type:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from linearize.modeling.compat import alias_weight_conversions
+    from linearize.modeling.compat import alias_tokenizer, alias_weight_conversions
 
-    base_config: Any = config_class.__mro__[2]
+    base_config: Any = config_class.__bases__[-1]
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     name = class_names(config_class.base_model_type)[1]  # pyright: ignore[reportAttributeAccessIssue]
     model_class = _make(base, name, (LinearizedModelMixin, base), {"config_class": config_class})
@@ -170,6 +187,7 @@ def model_class_for(config_class: type) -> type:
     alias_weight_conversions(
         [(base_config.model_type, PREFIX + base_config.model_type), (base.__name__, model_class.__name__)]
     )
+    alias_tokenizer(base_config.model_type, PREFIX + base_config.model_type, base_config, config_class)
     return model_class
 
 

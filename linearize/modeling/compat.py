@@ -76,6 +76,21 @@ def alias_weight_conversions(pairs: list[tuple[str, str]]) -> None:
             register_checkpoint_conversion_mapping(alias, mapping, overwrite=True)
 
 
+def alias_tokenizer(base: str, alias: str, base_config: type, config: type) -> None:
+    """Give converted models the tokenizer class of their base family: AutoTokenizer chooses by model type and config
+    class where the tokenizer's own files name no class, or one that is known to be wrong."""
+    from transformers.models.auto import tokenization_auto as auto
+
+    names: Any = auto.TOKENIZER_MAPPING_NAMES
+    if base in names:
+        names[alias] = names[base]
+    wrongly_named: Any = getattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())
+    if base in wrongly_named:
+        wrongly_named.add(alias)
+    if base_config in auto.TOKENIZER_MAPPING:
+        auto.TOKENIZER_MAPPING.register(config, auto.TOKENIZER_MAPPING[base_config], exist_ok=True)
+
+
 @contextmanager
 def meta_autocast() -> Iterator[None]:
     """Let models run on the meta device: transformers before 5.3 asks torch whether autocast is on for the device of a

@@ -18,6 +18,11 @@ from torch import Tensor
 
 from linearize.modeling.cache import LinearStateLayer
 
+NOT_CAUSAL = (
+    "attention_mask is a 4-D mask that is more than causal with padding, which a recurrent state can't follow: pass a "
+    "(batch, length) mask, and position_ids that start again at each packed sequence"
+)
+
 
 @dataclass
 class ForwardContext:
@@ -31,6 +36,8 @@ class ForwardContext:
         cu_seqlens: (N + 1,) bounds of sequences packed into B * T tokens, or None.
         hidden_states: (B, T, hidden) input of the attention module that is running.
         slot: where that module's state lives, or None without a cache.
+        owner: the hook that entered it, which also ends it.
+        outer: the context that it interrupted: one model may run inside another.
     """
 
     mask: Tensor | None = None
@@ -39,6 +46,8 @@ class ForwardContext:
     cu_seqlens: Tensor | None = None
     hidden_states: Tensor | None = None
     slot: LinearStateLayer | None = None
+    owner: object = None
+    outer: ForwardContext | None = None
 
 
 def valid_tokens(
@@ -65,19 +74,24 @@ def _diagonal(mask: Tensor, length: int, slot: LinearStateLayer | None) -> Tenso
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     rows = torch.arange(length, device=mask.device)
     if slot is not None and slot.is_static:
-        # A static cache's mask is as long as the cache; the slot says where the new tokens stand in it.
-        columns = rows + (slot.seen - length)
+        # A static cache's mask is as long as the cache; the slot says where the new tokens stand in it. A sliding one
+        # has moved on by what has left its window.
+        before = slot.seen - length
+        columns = rows + before
+        if slot.is_sliding and slot.max_cache_len is not None:
+            left = before - slot.max_cache_len + 1
+            columns = columns - (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0))
     else:
         columns = rows + (mask.shape[-1] - length)
     valid = visible[:, 0, rows, columns]
-    if length > 1 and not torch.compiler.is_compiling():
+    if length > 1:
         before = visible[:, 0, rows[1:], columns[:-1]] | ~(valid[:, 1:] & valid[:, :-1])
         after = visible[:, 0, rows[:-1], columns[1:]]
-        if not bool(before.all() & ~after.any()):
-            raise ValueError(
-                "attention_mask is a 4-D mask that is more than causal with padding, which a recurrent state can't "
-                "follow: pass a (batch, length) mask, and position_ids that start again at each packed sequence"
-            )
+        causal = before.all() & ~after.any()
+        if torch.compiler.is_compiling():
+            torch._assert_async(causal, NOT_CAUSAL)  # pyright: ignore[reportPrivateImportUsage]
+        elif not bool(causal):
+            raise ValueError(NOT_CAUSAL)
     return valid
 
 
@@ -120,9 +134,7 @@ def remembering(checkpoint: Callable) -> Callable:
         if context is None:
             return checkpoint(function, *args, **kwargs)
         # A copy, since hidden_states and slot change from layer to layer.
-        context = ForwardContext(
-            context.mask, context.per_layer_mask, context.position_ids, context.cu_seqlens, None, None
-        )
+        context = ForwardContext(context.mask, context.per_layer_mask, context.position_ids, context.cu_seqlens)
 
         def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
             with running(context):

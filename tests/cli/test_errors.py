@@ -117,6 +117,11 @@ def test_a_hub_model_while_offline_exits_5(run, monkeypatch, tmp_path):
     assert "offline" in ran.err
 
 
+def hears_interrupts():
+    # Background jobs of a shell ignore Ctrl-C, and so do their children.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_exits_130_with_the_command_to_repeat(tmp_path, number):
     # A plug-in that never finishes stands for any long step.
@@ -128,6 +133,7 @@ def test_an_interrupt_exits_130_with_the_command_to_repeat(tmp_path, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hears_interrupts,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"

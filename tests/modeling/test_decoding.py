@@ -367,3 +367,100 @@ def test_compiles_in_one_graph(recipe):
         logits(compiled, step, cache=cache, use_cache=True),
         logits(model, step, cache=eager_cache, use_cache=True),
     )
+
+
+def packed_call(lengths=(6, 9)):
+    return tokens(1, sum(lengths)), torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+@pytest.mark.slow
+def test_packed_sequences_stay_apart_when_compiled():
+    torch._dynamo.reset()
+    model = converted("window-hedgehog")
+    ids, positions = packed_call()
+    expected = logits(model, ids, position_ids=positions, use_cache=False)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled, ids, position_ids=positions, use_cache=False), expected, **TOLERANCE)
+
+
+def test_packing_follows_transformers_own_rule_and_never_fills_a_cache():
+    """With its default use_cache=True, transformers doesn't separate packed sequences: nor do converted layers."""
+    model = converted("window-hedgehog")
+    ids, positions = packed_call()
+    assert model.config.use_cache
+    whole = logits(model, ids, position_ids=positions)
+    torch.testing.assert_close(whole, logits(model, ids, position_ids=positions, cache=DynamicCache()), **TOLERANCE)
+    with pytest.raises(RuntimeError, match="pass use_cache=False"):
+        model(ids, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 6, 15]))
+    apart = logits(model, ids, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 6, 15]), use_cache=False)
+    torch.testing.assert_close(apart, logits(model, ids, position_ids=positions, use_cache=False), **TOLERANCE)
+
+
+def test_a_mask_as_long_as_a_static_cache_is_cut_at_the_tokens_place(any_model):
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    long = torch.cat([mask, torch.zeros(2, 8, dtype=torch.long)], 1)
+    cache = StaticCache(config=any_model.config, max_cache_len=20)
+    kept = mask.bool()
+    torch.testing.assert_close(
+        logits(any_model, ids, attention_mask=long, cache=cache)[kept],
+        logits(any_model, ids, attention_mask=mask)[kept],
+        **TOLERANCE,
+    )
+    with pytest.raises(ValueError, match="12 tokens were seen and 1 are new"):
+        logits(any_model, ids[:, :1], attention_mask=torch.ones(2, 1), cache=cache)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_converted_sliding_layer_beside_a_kept_one_in_a_static_cache(chunk):
+    """The prompt is longer than the model's own sliding window, so the static cache has moved on."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=6,
+        pad_token_id=0,
+    )
+    model = linearize.linearize_(
+        MistralForCausalLM(config).eval(), feature_map="hedgehog", window=4, convert_sliding=True, keep_softmax=[1]
+    )
+    ids = tokens(2, 14)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected = greedy(model, ids, attention_mask=mask, use_cache=False)
+    got = greedy(model, ids, attention_mask=mask, cache_implementation="static", prefill_chunk_size=chunk)
+    assert got == expected
+
+
+def test_a_model_inside_another_models_forward_leaves_its_padding_alone():
+    outer, inner = converted("hedgehog"), converted("window-hedgehog", seed=4)
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    expected = logits(outer, ids, attention_mask=mask)
+    handle = outer.model.layers[0].register_forward_hook(lambda *_: inner(tokens(1, 4)) and None)
+    got = logits(outer, ids, attention_mask=mask)
+    handle.remove()
+    assert torch.equal(got, expected)
+
+
+def test_early_exit_of_the_model_itself_as_the_assistant():
+    model = converted("window-hedgehog")
+    ids = tokens(1, 12)
+    expected = greedy(model, ids)
+    assert greedy(model, ids, assistant_early_exit=2) == expected
+    assert greedy(model, ids) == expected
+
+
+def test_an_unconverted_layer_asked_to_run_as_one_says_so():
+    model = converted("window-hedgehog")  # layer 1 is softmax
+    model.model.layers[1].self_attn.config._attn_implementation = "linearize"
+    with pytest.raises(RuntimeError, match="layer 1 isn't converted"):
+        model(tokens(1, 4))

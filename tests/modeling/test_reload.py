@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -261,3 +262,96 @@ def test_class_names_are_unique():
             # A multimodal config shares its class with its text config, and is refused.
             owners.setdefault(name, set()).add(CONFIG_MAPPING_NAMES[base].replace("TextConfig", "Config"))
     assert {name: found for name, found in owners.items() if len(found) > 1} == {}
+
+
+def test_the_tokenizer_of_a_converted_checkpoint_is_the_bases(tmp_path):
+    """AutoTokenizer chooses by model type where the files name no class, or one known to be wrong."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from linearize.modeling.classes import linearized_config_dict
+    from tests.families import tiny_config
+
+    vocabulary = {chr(c): i for i, c in enumerate(range(32, 127))} | {"12": 95, "Ġ": 96, "<unk>": 97}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("1", "2")], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    for base, named in (("olmo2", "GPT2Tokenizer"), ("phi3", "LlamaTokenizerFast"), ("gpt2", None), ("qwen3", None)):
+        assert base in CONFIG_MAPPING
+        ids = []
+        for converted_too in (False, True):
+            folder = tmp_path / f"{base}-{converted_too}"
+            folder.mkdir()
+            raw = tiny_config(base).to_dict()
+            raw = linearized_config_dict(raw, base, [], {}) if converted_too else raw
+            (folder / "config.json").write_text(json.dumps(raw))
+            tokenizer.save(str(folder / "tokenizer.json"))
+            side = {"tokenizer_class": named} if named else {}
+            (folder / "tokenizer_config.json").write_text(json.dumps(side))
+            loaded = AutoTokenizer.from_pretrained(folder)
+            ids.append((type(loaded), loaded("a 12 b 1212")["input_ids"]))
+        assert ids[0] == ids[1], base
+
+
+def test_models_that_share_a_config_are_left_alone(tmp_path):
+    config = tiny_llama().config
+    teacher, student = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    expected = teacher(tokens(1, 9)).logits
+    linearize.linearize_(student, mixer="linear")
+    assert torch.equal(teacher(tokens(1, 9)).logits, expected)
+    assert teacher.config.model_type == "llama"
+    assert student.config.model_type == "linearized_llama"
+
+
+def test_offloaded_mixers_are_fetched_and_offloaded_models_refused(tmp_path):
+    from accelerate import cpu_offload, disk_offload
+
+    for recipe in ("hedgehog", "window-sinks", "favor"):
+        model = converted(recipe)
+        expected = model(tokens(1, 12)).logits
+        torch.testing.assert_close(cpu_offload(model, torch.device("cpu"))(tokens(1, 12)).logits, expected)
+    base = tiny_llama()
+    disk_offload(base, str(tmp_path), torch.device("cpu"))
+    with pytest.raises(ModelError, match="offloaded"):
+        linearize.linearize_(base)
+
+
+def test_short_sequences_give_zero_gradients_rather_than_none():
+    """Data-parallel training waits for the gradient of every parameter."""
+    model = converted("window-sinks").train()
+    model(tokens(2, 4), labels=tokens(2, 4), use_cache=False).loss.backward()
+    mixers = {name: p.grad for name, p in model.named_parameters() if ".linearize." in name}
+    assert all(gradient is not None for gradient in mixers.values())
+    assert all((mixers[name] == 0).all() for name in mixers if "feature_map" in name)
+
+
+def test_checkpointing_switched_on_before_conversion():
+    base = tiny_llama().train()
+    base.activation_checkpointing_enable()
+    model = linearize.linearize_(base, RECIPES["window-hedgehog"])
+    model(tokens(1, 12), labels=tokens(1, 12), use_cache=False).loss.backward()
+
+
+def test_a_mixer_tensor_of_another_shape_is_never_initialised_again(tmp_path):
+    converted("hedgehog").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.linearize.feature_map.q_weight"
+    tensors[name] = tensors[name][..., :16].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"of another shape {name}".replace(".", r"\.")):
+        linearize.load(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_saving_writes_the_remote_code_before_an_upload_and_copies_no_source(tmp_path, monkeypatch):
+    model = converted("hedgehog")
+    type(model).register_for_auto_class("AutoModelForCausalLM")
+    seen = []
+    monkeypatch.setattr(
+        type(model), "_upload_modified_files", lambda self, folder, *a, **k: seen.append(os.listdir(folder))
+    )
+    hub = types.SimpleNamespace(create_repo=lambda *a, **k: types.SimpleNamespace(repo_id="me/x"))
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", lambda: hub)
+    model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="me/x")
+    assert seen
+    assert "modeling_linearized.py" in seen[0]
+    assert [f for f in os.listdir(tmp_path / "out") if f.endswith(".py")] == ["modeling_linearized.py"]

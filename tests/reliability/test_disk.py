@@ -140,7 +140,15 @@ linearize.convert(sys.argv[1], sys.argv[2], overrides={"window": 8}, force=True)
 def slow_writer(model, out):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SLOW_WRITER, str(model), str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # Background jobs of a shell ignore Ctrl-C, and so do their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as child:
         assert child.stdout
         assert child.stdout.readline() == "writing\n"
         yield child
