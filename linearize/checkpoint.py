@@ -21,12 +21,13 @@ from linearize.headers import Header, TensorInfo, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_JSON_BYTES = 200_000_000
+MAX_JSON_BYTES = 50_000_000  # the index of 100,000 tensors takes a fifth of it
 SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 # What loading a model, its tokenizer or its processor may need, and what a licence asks to keep.
 TRAVELS = (
     "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.spm", "*.vocab", "*.bpe",
+    "tokenizer.model.*", "*.codes", "*.tsv",
     "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "license*", "licence*",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
@@ -263,9 +264,11 @@ def _sort_others(
 def _why_left(folder: Path, name: str) -> str:
     if name.startswith("."):
         return "a hidden file"
+    if (folder / name).is_dir():  # whatever its name looks like
+        return "a folder"
     for pattern, why in STAYS.items():
         if fnmatch.fnmatchcase(name, pattern):
             return why
     if not any(fnmatch.fnmatchcase(name, pattern) for pattern in TRAVELS):
-        return "a folder" if (folder / name).is_dir() else "not a file that loading needs"
+        return "not known to be needed"
     return ""

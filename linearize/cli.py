@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 
 import click
 
+from linearize.console import printable
 from linearize.errors import LinearizeError, ResourceError, UsageError
 
 ISSUES = "the project's issue tracker"
@@ -108,8 +111,9 @@ def _say(
 ) -> int:
     """Report what went wrong, on stderr and with `--json` also on stdout; returns `code`."""
     if error is not None and ("--debug" in arguments or os.environ.get("LINEARIZE_DEBUG", "0") not in ("", "0")):
-        traceback.print_exception(error)
-    click.echo(text or f"error: {what}" + (f"\n{mend}" if mend else ""), err=True)
+        click.echo(printable("".join(traceback.format_exception(error)), keep="\n\t"), err=True)
+    text = text or f"error: {what}" + (f"\n{mend}" if mend else "")
+    click.echo(printable(text, keep="\n"), err=True)  # some messages list several problems, one a line
     if "--json" in arguments:
         click.echo(json.dumps({"error": {"what": what, "mend": mend, "exit_code": code}}, indent=2))
     return code
@@ -142,12 +146,14 @@ def _recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def _recipe(options: dict[str, Any]) -> Any:
     """The checked recipe that a command's options ask for. No model is touched before this."""
     _import_plugins(options["plugins"])
-    from linearize.recipe import load_recipe
+    from linearize.recipe import RecipeError, load_recipe
 
     overrides: dict[str, Any] = {}
+    flags: dict[str, str] = {}
     for key in RECIPE_KEYS[2:]:
         if options[key] is not None:
             overrides[key] = options[key]
+            flags[key] = f"--{key.replace('_', '-')}"
     for text in options["sets"]:
         key, equals, value = text.partition("=")
         if not equals or not key:
@@ -155,7 +161,15 @@ def _recipe(options: dict[str, Any]) -> Any:
         if key in overrides:
             raise UsageError(f"{key} is given twice", "Give it once")
         overrides[key] = value
-    return load_recipe(options["recipe"], overrides)
+        flags[key] = f"--set {key}"
+    try:
+        return load_recipe(options["recipe"], overrides)
+    except RecipeError as error:
+        if not all(problem.key in flags for problem in error.problems):
+            raise
+        # The recipe is sound, what was typed is not: say it in the words that were typed.
+        said = [f"{flags[problem.key]}: {problem.bare()}" for problem in error.problems]
+        raise UsageError("\n  ".join(said)) from None
 
 
 def _import_plugins(modules: tuple[str, ...]) -> None:
@@ -174,7 +188,7 @@ def _import_plugins(modules: tuple[str, ...]) -> None:
 
 def _emit(document: Any, as_json: bool, text: Callable[[Any], None]) -> None:
     if as_json:
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(document, indent=2))  # in ASCII: a path need not be valid UTF-8
     else:
         text(document)
 
@@ -184,7 +198,7 @@ def _lines(form: str) -> Callable[[Any], None]:
 
     def show(rows: list[dict[str, Any]]) -> None:
         for row in rows:
-            click.echo(form.format(**row))
+            click.echo(printable(form.format(**row), keep="\n"))
 
     return show
 
@@ -220,7 +234,8 @@ def convert(model: str, out: str, dry_run: bool, force: bool, as_json: bool, **o
     from linearize import console
     from linearize.conversion import convert
 
-    revision, dtype = options["revision"], options["dtype"]
+    revision, dtype, plugins = options["revision"], options["dtype"], options["plugins"]
+    old = _replaced(out) if force else None
     with _quiet_stdout(as_json), console.progress() as progress:
         result = convert(
             model,
@@ -232,7 +247,19 @@ def convert(model: str, out: str, dry_run: bool, force: bool, as_json: bool, **o
             dtype=dtype,
             progress=progress,
         )
-    _emit(result.to_dict(), as_json, console.print_result)
+    document = result.to_dict() | {"replaces": old}
+    _emit(document, as_json, lambda shown: console.print_result(shown, plugins))
+
+
+def _replaced(out: str) -> dict[str, int] | None:
+    """What --force would delete, or None if there is nothing yet."""
+    from linearize.target import replaced, survey
+
+    destination = survey(out)
+    if not destination.exists:
+        return None
+    files, size = replaced(destination.path)
+    return {"files": files, "bytes": size}
 
 
 @cli.command()
@@ -253,16 +280,18 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
 
 @cli.command()
 @click.argument("out")
+@click.option("--import", "plugins", multiple=True, metavar="MODULE", help="Your own mixers or maps.")
 @_command
-def verify(out: str, as_json: bool) -> None:
+def verify(out: str, plugins: tuple[str, ...], as_json: bool) -> None:
     """Check every file and tensor of the converted folder OUT, and name every fault."""
+    _import_plugins(plugins)
     from linearize import console
-    from linearize.verification import verify
+    from linearize.verification import judge
 
     with _quiet_stdout(as_json), console.progress() as progress:
-        faults = verify(out, progress=progress)
-    _emit(console.verdict(out, faults), as_json, console.print_verdict)
-    if faults:
+        verdict = judge(out, progress=progress)
+    _emit(verdict.to_dict(), as_json, console.print_verdict)
+    if verdict.faults:
         raise click.exceptions.Exit(3)
 
 
@@ -294,11 +323,18 @@ def recipes_ls(as_json: bool) -> None:
         {
             "name": name,
             "path": str(path),
-            "summary": path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "),
+            "summary": _first_sentence(path.read_text(encoding="utf-8")),
         }
         for name, path in shipped_recipes().items()
     ]
     _emit(rows, as_json, _lines("{name:18} {summary}"))
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a file's leading comment, which may run over several lines."""
+    header = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    joined = " ".join(line.lstrip("# ") for line in header)
+    return re.split(r"(?<=\.)\s", joined, maxsplit=1)[0]
 
 
 @recipes.command("cat")
@@ -312,7 +348,7 @@ def recipes_cat(name: str, as_json: bool) -> None:
     _emit(
         recipe.to_dict(),
         as_json,
-        lambda _: click.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False),
+        lambda _: click.echo(printable(find_recipe(name).read_text(encoding="utf-8"), keep="\n\t"), nl=False),
     )
 
 

@@ -14,6 +14,26 @@ import click
 from linearize.keep_softmax import ranges
 
 
+def printable(text: str, keep: str = "") -> str:
+    """`text` with every character that a terminal might obey written out as \\xNN, save those in `keep`.
+
+    Names of files, tensors and layers are a stranger's. A byte of a file name that isn't UTF-8 shows as itself.
+    """
+    return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte that it could not decode
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def say(text: str) -> None:
+    """Print one line."""
+    click.echo(printable(text))
+
+
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None] | None]:
     """A callback that draws bars on stderr, or None where stderr is no terminal."""
@@ -24,13 +44,13 @@ def progress() -> Iterator[Callable[[str, int, int], None] | None]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description:8}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:8}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
+                tasks[what] = bars.add_task(printable(what), total=total)
             bars.update(tasks[what], completed=done, total=total)
 
         yield show
@@ -46,36 +66,40 @@ def _silence_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def print_result(document: Mapping[str, Any]) -> None:
-    """What `convert` did, or would do."""
-    plan, files = document["plan"], document["files"]
+def print_result(document: Mapping[str, Any], plugins: Sequence[str] = ()) -> None:
+    """What `convert` did, or would do; `plugins` are the modules that the next command has to import, too."""
+    plan, files, old = document["plan"], document["files"], document["replaces"]
     print_plan(plan)
+    if old:
+        say(f"replaces {document['out']} ({old['files']} files, {size(old['bytes'])})")
     if not files:
-        click.echo(f"\ndry run: nothing was written to {document['out']}")
+        say("")
+        say(f"dry run: nothing was written to {document['out']}")
         return
     for note in document["notes"]:
-        click.echo(f"note: {note}")
+        say(f"note: {note}")
     written = sum(file["bytes"] for file in files.values())
-    click.echo(f"\nwrote {len(files)} files, {size(written)}, in {document['seconds']:.1f} s: {document['out']}")
-    out = shlex.quote(str(document["out"]))
-    click.echo(f"next: linearize verify {out}")
+    say("")
+    say(f"wrote {len(files)} files, {size(written)}, in {document['seconds']:.1f} s: {document['out']}")
+    imports = [word for module in plugins for word in ("--import", module)]
+    say(f"next: {shlex.join(['linearize', 'verify', str(document['out']), *imports])}")
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Layers, files and bytes of a plan (`Plan.to_dict()`)."""
     print_layers(plan)
-    click.echo(f"new parameters: {plan['new_parameters']:,}")
+    say(f"new parameters: {plan['new_parameters']:,}")
     linked = "dequantised" if plan["origin"] == "gguf" else "linked (no bytes)"
     how = {"link": linked, "copy": "copied", "write": "written"}
     for kind, text in how.items():
         chosen = [file for file in plan["files"] if file["how"] == kind]
         if chosen:
             names = ", ".join(file["name"] for file in chosen[:4]) + (" ..." if len(chosen) > 4 else "")
-            click.echo(f"{text}: {names} ({size(sum(file['bytes'] for file in chosen))})")
+            say(f"{text}: {names} ({size(sum(file['bytes'] for file in chosen))})")
     free = "" if plan["bytes_free"] is None else f" of {size(plan['bytes_free'])} free"
-    click.echo(f"disk: {size(plan['bytes_needed'])}{free}; memory: at most {size(plan['memory_bytes'])}")
+    say(f"disk: {size(plan['bytes_needed'])}{free}; memory: at most {size(plan['memory_bytes'])}")
     for note in plan["notes"]:
-        click.echo(f"note: {note}")
+        say(f"note: {note}")
 
 
 def print_layers(facts: Mapping[str, Any]) -> None:
@@ -83,10 +107,10 @@ def print_layers(facts: Mapping[str, Any]) -> None:
     attention = len(facts["layers"])
     total = facts["num_layers"]
     others = "" if attention == total else f", {attention} with attention"
-    click.echo(f"{facts['model']}: {facts['architecture']}, {total} layers{others}")
+    say(f"{facts['model']}: {facts['architecture']}, {total} layers{others}")
     for numbers, text, because in alike(facts["layers"]):
         word = "layers" if len(numbers) > 1 else "layer"
-        click.echo(f"  {word} {ranges(numbers)}: {text} ({because})")
+        say(f"  {word} {ranges(numbers)}: {text} ({because})")
 
 
 def alike(layers: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], str, str]]:
@@ -116,43 +140,41 @@ def print_inspection(report: Mapping[str, Any]) -> None:
     print_layers(report)
     heads = sorted({(row["heads"], row["key_value_heads"], row["head_dim"]) for row in report["layers"]})
     for query, key_value, dim in heads:
-        click.echo(f"  {query} query heads, {key_value} key/value heads, head dim {dim}")
+        say(f"  {query} query heads, {key_value} key/value heads, head dim {dim}")
     stored = ", ".join(f"{dtype} {size(count)}" for dtype, count in report["dtypes"].items())
     state = "converted" if report["converted"] else "not converted"
     tied = "tied" if report["tied"] else "untied"
     weights = f"weights: {size(report['weight_bytes'])}" + (f" ({stored})" if stored else "")
-    click.echo(f"{weights}; {tied} embeddings; {state}")
-    click.echo(f"new parameters: {report['new_parameters']:,}")
+    say(f"{weights}; {tied} embeddings; {state}")
+    say(f"new parameters: {report['new_parameters']:,}")
     disk = report["disk"]
     if "bytes" in disk:
-        click.echo(f"disk: {size(disk['bytes'])}")
+        say(f"disk: {size(disk['bytes'])}")
     else:
         elsewhere = size(disk["bytes_needed_on_another_disk"])
-        click.echo(f"to convert: {size(disk['bytes_needed'])} on the model's disk, {elsewhere} on another;")
-        click.echo(f"  memory at most {size(report['memory_bytes'])}")
-    click.echo(f"\n{'cache of one sequence':24}{'softmax':>12}{'converted':>12}   ({report['cache_dtype']})")
+        say(f"to convert: {size(disk['bytes_needed'])} on the model's disk, {elsewhere} on another;")
+        say(f"  memory at most {size(report['memory_bytes'])}")
+    say("")
+    say(f"{'cache of one sequence':24}{'softmax':>12}{'converted':>12}   ({report['cache_dtype']})")
     for row in report["cache"]:
         cells = f"{size(row['before_bytes']):>12}{size(row['after_bytes']):>12}"
-        click.echo(f"{row['tokens']:>8,} tokens         {cells}")
+        say(f"{row['tokens']:>8,} tokens         {cells}")
     for note in report["notes"]:
-        click.echo(f"note: {note}")
-
-
-def verdict(out: str, faults: Sequence[Any]) -> dict[str, Any]:
-    """The JSON document of `verify`."""
-    return {"out": str(out), "ok": not faults, "faults": [fault.to_dict() for fault in faults]}
+        say(f"note: {note}")
 
 
 def print_verdict(document: Mapping[str, Any]) -> None:
-    """Every fault, or one line that says there is none."""
+    """Every fault and note, and one line that says no more than what was checked."""
     for fault in document["faults"]:
         tensor = f": tensor '{fault['key']}'" if fault["key"] else ""
-        click.echo(f"{fault['file']}{tensor} {fault['what']}")
+        say(f"{fault['file']}{tensor} {fault['what']}")
+    for note in document["notes"]:
+        say(f"note: {note}")
     count = len(document["faults"])
-    state = f"{count} fault{'s' if count > 1 else ''}" if count else "fine, every file and tensor"
-    click.echo(f"{document['out']}: {state}")
+    sound = "fine, every file and tensor" if document["complete"] else "no fault found, but not all could be checked"
+    say(f"{document['out']}: " + (f"{count} fault{'s' if count > 1 else ''}" if count else sound))
     if count:
-        click.echo("next: convert the model again with --force")
+        say(document["mend"])
 
 
 def size(count: float) -> str:

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint import INDEX
 from linearize.digest import Meter, Progress
 from linearize.errors import ModelError, ResourceError, UsageError
+from linearize.family import without_how_to_compute
 from linearize.headers import build_header
 from linearize.plan import (
     MIXER_SHARD,
@@ -124,14 +125,14 @@ def _carry_out(
 ) -> tuple[Plan, dict[str, tuple[int, str]], list[str]]:
     stage = Stage(destination.path, force=force, progress=progress)
     try:
-        if plan.source.gguf:
-            plan = _dequantised(plan, destination, stage.scratch(), dtype)
-        notes = _fill(stage, plan, progress)
+        clean = _dequantised(plan, destination, stage.scratch(), dtype) if plan.source.gguf else plan
+        notes = _fill(stage, clean, progress)
         notes += stage.publish()
     except BaseException:
         stage.abandon()
         raise
-    return plan, stage.files, notes
+    # The scratch folder of a GGUF model is no part of what was planned; what was noticed on the way is.
+    return replace(plan, notes=clean.notes), stage.files, notes
 
 
 def _dequantised(plan: Plan, destination: Destination, scratch: Path, dtype: str | None) -> Plan:
@@ -161,7 +162,8 @@ def _fill(stage: Stage, plan: Plan, progress: Progress | None) -> list[str]:
     for name in source.side_files:
         stage.copy(source.checkpoint.paths[name], name)
     base_type = plan.probe.base_model_type
-    config = linearized_config_dict(dict(source.config), base_type, plan.layers, plan.recipe.to_dict())
+    raw = without_how_to_compute(source.config)
+    config = linearized_config_dict(raw, base_type, plan.layers, plan.recipe.to_dict())
     stage.write("config.json", to_json(config))
     stage.write(INDEX, to_json(merged_index(source, names, plan)))
     stage.write(REMOTE_CODE, remote_code(base_type).encode())

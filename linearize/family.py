@@ -18,6 +18,9 @@ from linearize.faults import Fault
 from linearize.headers import TensorInfo
 
 OURS = ("linearize", "auto_map")  # keys of a converted model's config that its base model doesn't know
+# Which code computes a layer is for whoever loads the model to say, and some values import that code from the Hub.
+HOW_TO_COMPUTE = re.compile(r"_?(attn|experts)_implementation(_internal|_autoset)?")
+MAX_LAYERS = 4096  # far above any published model; building a model takes time for each, even without weights
 KEEPS_NUMEL = {"MergeModulelist", "Concatenate", "Transpose"}  # conversions that only rearrange
 
 
@@ -31,6 +34,7 @@ def load_config(raw: Mapping[str, Any], name: str) -> Any:
 
     model_type = base_type(raw)
     values = {key: value for key, value in raw.items() if key not in OURS and key != "model_type"}
+    values = without_how_to_compute(values)
     if model_type not in CONFIG_MAPPING:
         import transformers
 
@@ -39,12 +43,45 @@ def load_config(raw: Mapping[str, Any], name: str) -> Any:
             f"{name}: transformers {transformers.__version__} doesn't know model_type '{model_type}'{code}",
             "Check the spelling, or update transformers",
         )
+    depth_key = _depth_key(CONFIG_MAPPING[model_type])
+    depth = values.get(depth_key)
+    if isinstance(depth, (int, float)) and depth > MAX_LAYERS:
+        raise ModelError(f"{name}: config.json has {depth_key} {depth:.6g}, more than {MAX_LAYERS}", "Correct it")
     try:
         # A copy, since config classes may write into nested values; decoded, since infinity is not JSON.
         return CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(copy.deepcopy(values)))
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name}: config.json isn't a valid '{model_type}' config ({first})") from error
+
+
+def check_depth(config: Any, tensors: Mapping[str, TensorInfo], name: str) -> None:
+    """Refuse a config of more layers than there are tensors, before a model of so many layers is built.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    depth = getattr(config, "num_hidden_layers", None)
+    if isinstance(depth, int) and depth > len(tensors):
+        raise ModelError(
+            f"{name}: config.json has {_depth_key(type(config))} {depth}, but only {len(tensors)} tensors are stored",
+            "Correct config.json, or download the whole model",
+        )
+
+
+def _depth_key(config_class: Any) -> str:
+    """What the number of layers is called in the config.json of a family."""
+    key = "num_hidden_layers"
+    return (getattr(config_class, "attribute_map", None) or {}).get(key, key)
+
+
+def without_how_to_compute(value: Any) -> Any:
+    """A raw config without the keys that choose an implementation of attention or experts, at every level."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: without_how_to_compute(inner) for key, inner in value.items() if not HOW_TO_COMPUTE.fullmatch(str(key))
+    }
 
 
 def base_type(raw: Mapping[str, Any]) -> str:
@@ -105,7 +142,7 @@ def compare_tensors(config: Any, tensors: Mapping[str, TensorInfo]) -> tuple[lis
             faults += _wrong_size(key, loaded.expected[key], stored, loaded.comparable[key])
     extra = sorted(key for key in loaded.stored if key not in loaded.expected and not loaded.may_ignore(key))
     more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-    notes = [f"tensor '{extra[0]}'{more}: stored, kept, and ignored by the architecture"] if extra else []
+    notes = [f"tensor '{extra[0]:.120}'{more}: stored, kept, and ignored by the architecture"] if extra else []
     return faults, notes
 
 
@@ -123,9 +160,10 @@ def _wrong_size(
 ) -> list[Fault]:
     name, first = stored[0]
     if comparison == "shape" and first.shape != expected:
-        return [Fault(first.file, name, f"has shape {list(first.shape)}, config.json asks for {list(expected)}")]
+        what = f"has shape {list(first.shape)!s:.80}, config.json asks for {list(expected)}"
+        return [Fault(first.file, name, what)]
     if comparison == "numel" and sum(tensor.numel for _, tensor in stored) != math.prod(expected):
-        what = f"and the {len(stored) - 1} others that make up '{key}' don't fill its shape {list(expected)}"
+        what = f"and the {len(stored) - 1} others that make up '{key:.120}' don't fill its shape {list(expected)}"
         return [Fault(first.file, name, what)]
     return []
 
@@ -135,7 +173,7 @@ def _meta_model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
 
 
 def _match(model: Any, tensors: Mapping[str, TensorInfo]) -> Loaded:

@@ -25,7 +25,7 @@ class Fault:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.file}: tensor '{self.key}' {self.what}" if self.key else f"{self.file} {self.what}"
+        return f"{self.file}: tensor '{self.key:.120}' {self.what}" if self.key else f"{self.file} {self.what}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"file": self.file, "key": self.key, "what": self.what}

@@ -7,6 +7,7 @@ renamed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,32 +51,63 @@ def dequantise(source: Source, folder: Path, dtype: str | None = None) -> Source
     source.
 
     Raises:
-        ModelError: transformers can't read the file.
+        ModelError: transformers can't read the file, or it lacks tensors of its architecture.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     path = _path(source)
     with _model_errors(path):
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=getattr(torch, dtype or "float32"),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are in the report, by name
         )
+        model, report = loaded
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError("transformers kept it quantized")
+    notes = _check_report(report, model, path)
     model.save_pretrained(folder)
-    del model
+    del model, loaded
     for shard in folder.glob("*.safetensors"):  # safetensors lets only their owner read them
         shard.chmod((folder / "config.json").stat().st_mode)
-    notes = [f"dequantised from {path.name} to {dtype or 'float32'}"]
+    notes.insert(0, f"dequantised from {path.name} to {dtype or 'float32'}")
     try:
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     except Exception as error:
         notes.append(f"the GGUF file's tokenizer can't be read ({error}): copy the tokenizer of the original model")
     clean = from_path(folder, source.name)
     return replace(clean, origin="gguf", gguf=None, notes=(*notes, *clean.notes))
+
+
+def _check_report(report: Mapping[str, Any], model: Any, path: Path) -> list[str]:
+    """Refuse a model that loading had to complete with random weights; returns notes on what it ignored."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = sorted(set(report.get("missing_keys") or ()) - tied)
+    wrong = sorted(str(key[0]) for key in report.get("mismatched_keys") or ())
+    errors = [str(message) for message in report.get("error_msgs") or ()]
+    problems = [f"it lacks {_some(missing)}"] if missing else []
+    problems += [f"{_some(wrong)} of another shape than its metadata asks for"] if wrong else []
+    problems += [_first_line(errors[0])] if errors else []
+    if problems:
+        raise ModelError(
+            f"{path} isn't a whole model: {'; '.join(problems)}", "Download it again, or use another GGUF file"
+        )
+    ignored = sorted(report.get("unexpected_keys") or ())
+    return [f"{_some(ignored)} of {path.name}: ignored by the architecture, and left out"] if ignored else []
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name:.120}'" for name in names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _path(source: Source) -> Path:
@@ -94,8 +126,7 @@ class _model_errors:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(
-                f"{self.path} can't be read as a GGUF model ({first})",
+                f"{self.path} can't be read as a GGUF model ({_first_line(error)})",
                 "Use the model's safetensors checkpoint, or a GGUF file that transformers can read",
             ) from error

@@ -17,7 +17,10 @@ from typing import Any, BinaryIO
 
 from linearize.faults import BadFiles, Fault
 
-MAX_HEADER_BYTES = 100_000_000  # the bound that the safetensors library sets as well
+# Real headers take some 150 bytes a tensor; parsed, they take many times that in memory.
+MAX_HEADER_BYTES = 50_000_000
+MAX_NAME_LENGTH = 1000
+MAX_RANK = 64  # torch's own bound; without one, the product of a hostile shape takes quadratic time
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -107,7 +110,7 @@ def _parse_json(data: bytes, name: str) -> dict[str, Any]:
     try:
         header = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except _Repeated as error:
-        raise _bad(name, f"names '{_printable(str(error))}' twice in its header") from None
+        raise _bad(name, f"names '{_printable(str(error)):.120}' twice in its header") from None
     except (ValueError, RecursionError):
         raise _bad(name, "has a damaged header (not valid JSON)") from None
     if not isinstance(header, dict):
@@ -144,7 +147,7 @@ def _check_entries(raw: dict[str, Any], name: str, data_start: int) -> tuple[dic
     for key, entry in raw.items():
         fault = _entry_fault(key, entry)
         if fault:
-            faults.append(Fault(name, _printable(key) or "(no name)", fault))
+            faults.append(Fault(name, _printable(key)[:MAX_NAME_LENGTH] or "(no name)", fault))
             continue
         start, end = entry["data_offsets"]
         tensors[key] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), data_start + start, data_start + end)
@@ -152,6 +155,8 @@ def _check_entries(raw: dict[str, Any], name: str, data_start: int) -> tuple[dic
 
 
 def _entry_fault(key: str, entry: Any) -> str:
+    if len(key) > MAX_NAME_LENGTH:
+        return f"has a name of {len(key)} characters"
     if not key or key != _printable(key):
         return "has a name that can't be printed"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
@@ -159,13 +164,15 @@ def _entry_fault(key: str, entry: Any) -> str:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return f"has the unknown dtype {dtype!r:.40}"
+    if isinstance(shape, list) and len(shape) > MAX_RANK:
+        return f"has {len(shape)} dimensions, more than {MAX_RANK}"
     if not isinstance(shape, list) or not all(_is_size(n) for n in shape):
         return "has a shape that isn't a list of sizes"
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(n) for n in offsets)):
         return "has data_offsets that aren't two sizes"
     start, end = offsets
     if tensor_bytes(dtype, shape) != end - start:
-        return f"claims shape {shape} in {dtype} but {end - start} bytes"
+        return f"claims shape {shape!s:.80} in {dtype} but {end - start} bytes"
     return ""
 
 
@@ -187,7 +194,7 @@ def _check_layout(tensors: Mapping[str, TensorInfo], name: str, data_start: int,
         position = tensor.end
     if position > file_bytes:
         cut = next(key for key, t in sorted(tensors.items(), key=lambda item: item[1].end) if t.end > file_bytes)
-        what = f"is truncated: it has {file_bytes} of {position} bytes, '{cut}' is the first tensor cut off"
+        what = f"is truncated: it has {file_bytes} of {position} bytes, '{cut:.120}' is the first tensor cut off"
         return [Fault(name, "", what)]
     if position < file_bytes:
         return [Fault(name, "", f"has {file_bytes - position} bytes after its last tensor")]

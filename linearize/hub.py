@@ -11,6 +11,7 @@ from linearize.errors import LinearizeError, ModelError, NetworkError, ResourceE
 # folder.
 WANTED = [
     "*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.spm", "*.vocab", "*.bpe",
+    "tokenizer.model.*", "*.codes", "*.tsv",
     "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*",
 ]  # fmt: skip
 UNWANTED = [
@@ -18,6 +19,8 @@ UNWANTED = [
     "*/*.json",
     "*/*.txt",
     "*/*.model",
+    "*/*.codes",
+    "*/*.tsv",
     "consolidated*.safetensors",
     "model.*.safetensors",
 ]

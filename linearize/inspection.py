@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linearize.errors import UsageError
 from linearize.family import base_type, load_config
+from linearize.mixers.registry import NotRegistered
 from linearize.plan import layer_bytes, make_plan, plan_tensors
 from linearize.source import Source, resolve
 
@@ -34,7 +36,8 @@ def inspect(
     notes.
 
     Raises:
-        UsageError, ModelError, NetworkError: as `convert` does, with nothing written.
+        UsageError, ModelError, NetworkError: as `convert` does, with nothing written. UsageError as well for a
+            recipe of a model that is converted already.
     """
     from linearize.recipe import load_recipe
 
@@ -45,6 +48,8 @@ def inspect(
 
         source = describe(source)
     if source.config.get("linearize"):
+        if recipe is not None or overrides:
+            raise UsageError(f"{model} is converted already, so no recipe applies to it", "Leave out its options")
         return _converted(source)
     plan = make_plan(source, settings)
     report = _facts(source, plan.probe) | {"recipe": settings.to_dict()}
@@ -69,9 +74,14 @@ def _converted(source: Source) -> dict[str, Any]:
     block = checked_block(Raw)
     probed = probe(load_config(source.config, source.name))
     report = _facts(source, probed) | {"recipe": block.get("recipe")}
-    report |= _becomes(source, probed, block["layers"], plan_tensors(block["layers"], 0))
+    try:
+        report |= _becomes(source, probed, block["layers"], plan_tensors(block["layers"], 0))
+    except NotRegistered as error:
+        raise error.in_checkpoint() from None
     files = sum(header.file_bytes for header in source.shards.values()) + sum(source.side_files.values())
-    return report | {"disk": {"bytes": files}, "notes": list(source.notes)}
+    # Nothing is converted here, so nothing stays behind: the manifest and the remote code are its own files.
+    notes = [note for note in source.notes if " stays behind: " not in note]
+    return report | {"disk": {"bytes": files}, "notes": notes}
 
 
 def _facts(source: Source, probed: Probe) -> dict[str, Any]:

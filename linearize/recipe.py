@@ -44,6 +44,10 @@ class Problem(NamedTuple):
         place = self.place(where)
         return self.before + (f" ({place})" if place else "") + self.after
 
+    def bare(self) -> str:
+        """What is wrong, for a reader who knows which key is meant."""
+        return self.after.removeprefix(": ") if self.before == self.key else self.before + self.after
+
 
 class RecipeError(UsageError):
     """Every problem of one recipe. `where` maps keys to their place in the file (`{"window": "line 7"}`)."""
@@ -280,7 +284,10 @@ def find_recipe(ref: str | Path) -> Path:
     shipped = shipped_recipes()
     if isinstance(ref, str) and ref in shipped:
         return shipped[ref]
-    path = Path(ref).expanduser()
+    try:
+        path = Path(ref).expanduser()
+    except RuntimeError:
+        raise UsageError(f"the recipe {ref} is in the home folder of a user who doesn't exist") from None
     if path.exists():
         return path
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:

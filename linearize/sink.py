@@ -60,9 +60,8 @@ def disk_errors(what: object) -> Iterator[None]:
 class Stage:
     """A folder in the making.
 
-    Use: `link`, `copy` and `write` files, then `publish`. After any exception (Ctrl-C as well) call
-        `abandon`, which
-    leaves OUT untouched; calling it after `publish` does no harm.
+    Use: `link`, `copy` and `write` files, then `publish`. After any exception (Ctrl-C as well) call `abandon`,
+    which leaves OUT untouched; calling it after `publish` does no harm.
     """
 
     def __init__(self, out: str | Path, *, force: bool = False, progress: Progress | None = None) -> None:
@@ -215,19 +214,24 @@ class Stage:
 
     def abandon(self) -> None:
         """Remove the stage and let go of the lock; OUT stays as it is."""
-        if self._aside is not None and not self.out.exists() and self._aside.exists():
-            os.rename(self._aside, self.out)
-        for path in (self.folder, self._aside, *self._scratch):
-            if path is not None:
-                shutil.rmtree(path, ignore_errors=True)
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        try:
+            self._remove()
+        finally:  # a second Ctrl-C may end the removal: the next run finishes it, if it can have the lock
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                lock.release()
         while self._made_parents:
             try:
                 os.rmdir(self._made_parents.pop())
             except OSError:
                 self._made_parents = []  # somebody else put something there
+
+    def _remove(self) -> None:
+        if self._aside is not None and not self.out.exists() and self._aside.exists():
+            os.rename(self._aside, self.out)
+        for path in (self.folder, self._aside, *self._scratch):
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_all(file, piece: bytes | memoryview) -> None:

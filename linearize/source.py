@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from linearize.headers import Header, TensorInfo
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 ALREADY = "linearized_"
+TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "*.bpe", "*.vocab", "*.codes", "*.tsv")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,18 @@ def resolve(model: str | Path, *, revision: str | None = None, allow_converted: 
     from linearize.hub import download
 
     folder = download(str(model), revision)
-    return _from_folder(folder, str(model), "hub", allow_converted)
+    if (folder / "config.json").exists() and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"'{model}' on the Hub (or the part of it that is cached) has no safetensors weights, "
+            "and pickle weights are not taken",
+            f"Convert it to safetensors first: AutoModelForCausalLM.from_pretrained('{model}')"
+            ".save_pretrained(NEW_FOLDER), and the same for its tokenizer",
+        )
+    try:
+        return _from_folder(folder, str(model), "hub", allow_converted)
+    except ModelError as error:  # whoever asked for a Hub id has never seen the folder in the cache
+        what, fix = (text.replace(str(folder), f"'{model}'") for text in (error.what, error.fix))
+        raise ModelError(what, fix) from error
 
 
 def local_path(model: str | Path) -> Path | None:
@@ -108,7 +121,11 @@ def local_path(model: str | Path) -> Path | None:
     text = os.fspath(model)
     if not text.strip() or "\0" in text:
         raise UsageError("the model's name is empty", "Give a folder, a Hub id or a GGUF file")
-    for path in (Path(text), Path(text).expanduser()):
+    try:
+        home = Path(text).expanduser()
+    except RuntimeError:  # ~name of nobody
+        home = Path(text)
+    for path in (Path(text), home):
         if os.path.lexists(path):
             return path
     if isinstance(model, Path) or not HUB_ID.fullmatch(text) or text.endswith((".gguf", ".safetensors")):
@@ -150,7 +167,21 @@ def _from_folder(folder: Path, name: str, origin: str, allow_converted: bool) ->
             "Restore the config.json that linearize wrote, or convert the original model",
         )
     notes += [f"{file} stays behind: {why}" for file, why in checkpoint.left_behind.items()]
+    if not config.get("linearize"):
+        notes += _tokenizer_notes(folder, checkpoint)
     return Source(name, origin, folder, config, checkpoint, notes=tuple(notes))
+
+
+def _tokenizer_notes(folder: Path, checkpoint: Checkpoint) -> list[str]:
+    if not any(fnmatchcase(name, pattern) for name in checkpoint.side_files for pattern in TOKENIZER):
+        return ["it has no tokenizer files, so the converted model will have none"]
+    if "tokenizer_config.json" not in checkpoint.side_files:
+        return []
+    try:
+        custom = read_json(folder, "tokenizer_config.json").get("auto_map")
+    except BadFiles as error:
+        return [str(fault) for fault in error.faults]
+    return ["its tokenizer asks for custom code (auto_map in tokenizer_config.json), which stays behind"] * bool(custom)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

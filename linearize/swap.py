@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -68,14 +69,23 @@ class Lock:
             self._lock_elsewhere(out)
             return
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.EISDIR):
+                    raise _no_lock_file(path) from None
+                raise
+            try:
+                _check_lock_file(path, os.fstat(handle))
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Its holder removes the file before letting go: what was locked may be a file without a name.
                 if os.fstat(handle).st_nlink and os.path.samestat(os.fstat(handle), os.stat(path)):
                     break
             except FileNotFoundError:
                 pass
+            except ResourceError:
+                os.close(handle)
+                raise
             except OSError as error:
                 holder = os.pread(handle, 20, 0).decode("ascii", "replace").strip()
                 os.close(handle)
@@ -109,6 +119,18 @@ class Lock:
             with suppress(OSError):  # else it stays, as a file that nobody holds, which does no harm
                 os.unlink(self._path)
             os.close(handle)
+
+
+def _check_lock_file(path: Path, info: os.stat_result) -> None:
+    """Refuse a file that somebody put in the lock's place: the holder's process number is written into it."""
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+        raise _no_lock_file(path)
+
+
+def _no_lock_file(path: Path) -> ResourceError:
+    return ResourceError(
+        f"{path} isn't a lock file of linearize (it is a link, or no regular file)", "Look at it, and remove it"
+    )
 
 
 def _busy(out: Path, holder: str) -> ResourceError:

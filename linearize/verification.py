@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 from linearize.checkpoint import INDEX, Checkpoint, collect, find_inside, is_plain_name, read_json
 from linearize.digest import CHUNK_BYTES, Meter, Progress, in_threads
 from linearize.errors import LinearizeError, ModelError
-from linearize.family import compare_tensors, load_config, tied_twice
+from linearize.family import as_loaded, compare_tensors, load_config, tied_twice
 from linearize.faults import BadFiles, Fault
 from linearize.headers import TensorInfo
-from linearize.plan import REMOTE_CODE, plan_tensors
+from linearize.mixers.registry import IMPORT_IT, NotRegistered
+from linearize.plan import MIXER_SHARD, REMOTE_CODE, plan_tensors
 from linearize.scan import scan_file
 from linearize.target import MANIFEST
+from linearize.verdict import NOT_CONVERTED, Findings, Verdict
 
 CONFIG = "config.json"
 
@@ -27,30 +30,52 @@ def verify(out: str | Path, *, progress: Progress | None = None) -> list[Fault]:
     Returns:
         All faults; none if the folder is whole: the manifest's files are there and unchanged and no other,
         index, headers and config agree, every mixer tensor has its name, shape and dtype, tied weights are
-        equal, and no weight is NaN or infinite.
+        equal, and no weight is NaN or infinite. A folder that `save_pretrained` wrote has no manifest, and that
+        is no fault.
 
     Raises:
         ModelError: `out` isn't a folder.
     """
+    return list(judge(out, progress=progress).faults)
+
+
+def judge(out: str | Path, *, progress: Progress | None = None) -> Verdict:
+    """As `verify`, with notes, with what could not be checked, and with the mend."""
     folder = Path(out)
     if not folder.is_dir():
         raise ModelError(f"there is no folder {folder}", "Give the folder that `linearize convert` wrote")
     faults: list[Fault] = []
+    findings = Findings()
     config: dict[str, Any] = {}
     checkpoint = Checkpoint()
     try:
         config = read_json(folder, CONFIG)
     except BadFiles as error:
         faults += error.faults
+    if _never_was_converted(folder, config):
+        plain = Fault(CONFIG, "", "has no linearize block, so the folder isn't a converted model")
+        return Verdict(str(out), tuple(faults) or (plain,), mend=NOT_CONVERTED)
     try:
         checkpoint, more = collect(folder)
         faults += more
     except LinearizeError as error:
         faults.append(Fault(INDEX, "", f"is missing, or its weights are ({error.what})"))
     faults += _check_index_size(checkpoint)
-    faults += _check_config(folder, config, checkpoint) if config else []
-    faults += _check_bytes(folder, checkpoint, progress)
-    return list(dict.fromkeys(faults))
+    faults += _check_config(folder, config, checkpoint, findings) if config else []
+    faults += _check_bytes(folder, checkpoint, progress, findings)
+    return Verdict(
+        str(out),
+        tuple(dict.fromkeys(faults)),
+        tuple(findings.notes),
+        tuple(findings.unchecked),
+        findings.mend if faults else "",
+    )
+
+
+def _never_was_converted(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether nothing in the folder speaks of a conversion: then the damage of one is not the news."""
+    ours = config.get("linearize") or str(config.get("model_type")).startswith("linearized_")
+    return not ours and not any((folder / name).exists() for name in (MANIFEST, MIXER_SHARD, REMOTE_CODE))
 
 
 def _check_index_size(checkpoint: Checkpoint) -> list[Fault]:
@@ -61,7 +86,7 @@ def _check_index_size(checkpoint: Checkpoint) -> list[Fault]:
     return [Fault(INDEX, "", f"says total_size {total}, the tensors have {actual} bytes")]
 
 
-def _check_config(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoint) -> list[Fault]:
+def _check_config(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoint, findings: Findings) -> list[Fault]:
     block = config.get("linearize")
     if not isinstance(block, dict) or not isinstance(block.get("layers"), list):
         return [Fault(CONFIG, "", "has no linearize block with its layers, so the folder isn't a converted model")]
@@ -71,18 +96,26 @@ def _check_config(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoin
         faults += _check_layers(base, block)
         base_tensors = {key: info for key, info in checkpoint.tensors.items() if ".linearize." not in key}
         if checkpoint.tensors:
-            missing_is_known = bool(checkpoint.unread)  # then its file is a fault already
-            faults += [
-                fault
-                for fault in compare_tensors(base, base_tensors)[0]
-                if fault.file != CONFIG or not missing_is_known
-            ]
+            faults += _check_architecture(base, base_tensors, checkpoint, findings)
             faults += _check_tied(base, checkpoint, base_tensors)
     except LinearizeError as error:
         faults.append(Fault(CONFIG, "", f"can't be used: {error.what}"))
     if checkpoint.tensors:
-        faults += _check_mixers(block, checkpoint)
+        faults += _check_mixers(block, checkpoint, findings)
     return faults
+
+
+def _check_architecture(
+    base: Any, tensors: Mapping[str, TensorInfo], checkpoint: Checkpoint, findings: Findings
+) -> list[Fault]:
+    """The base model's tensors against its architecture; what can't be compared is said, not passed over."""
+    faults, notes = compare_tensors(base, tensors)
+    if notes and isinstance(as_loaded(base, tensors), str):
+        findings.unchecked += notes
+    else:
+        findings.notes += notes
+    missing_is_known = bool(checkpoint.unread)  # then its file is a fault already
+    return [fault for fault in faults if fault.file != CONFIG or not missing_is_known]
 
 
 def _check_names(folder: Path, config: Mapping[str, Any], block: Mapping[str, Any]) -> list[Fault]:
@@ -132,10 +165,13 @@ def _check_layers(base: Any, block: Mapping[str, Any]) -> list[Fault]:
     return faults
 
 
-def _check_mixers(block: Mapping[str, Any], checkpoint: Checkpoint) -> list[Fault]:
+def _check_mixers(block: Mapping[str, Any], checkpoint: Checkpoint, findings: Findings) -> list[Fault]:
     tensors = checkpoint.tensors
     try:
         expected = plan_tensors(block["layers"], 0)
+    except NotRegistered as error:
+        findings.mend = IMPORT_IT
+        return [Fault(CONFIG, "", f"needs a part that isn't registered: {error.what}")]
     except (LinearizeError, KeyError, TypeError, ValueError, AttributeError) as error:
         return [Fault(CONFIG, "", f"describes mixers that can't be built ({error})")]
     faults = [
@@ -177,10 +213,14 @@ def _equal_bytes(path_a: Path, a: TensorInfo, path_b: Path, b: TensorInfo) -> bo
     return True
 
 
-def _check_bytes(folder: Path, checkpoint: Checkpoint, progress: Progress | None) -> list[Fault]:
+def _check_bytes(folder: Path, checkpoint: Checkpoint, progress: Progress | None, findings: Findings) -> list[Fault]:
     """Every file against the manifest, and every weight for NaN and infinity, in one pass."""
     faults: list[Fault] = []
-    listed = _read_manifest(folder, faults)
+    if os.path.lexists(folder / MANIFEST):
+        listed = _read_manifest(folder, faults)
+    else:
+        listed = {}
+        findings.unchecked.append("hashes not checked: there is no manifest")
     paths: dict[str, Path] = {}
     for name in sorted(listed.keys() | checkpoint.shards.keys()):
         try:
@@ -202,7 +242,7 @@ def _check_bytes(folder: Path, checkpoint: Checkpoint, progress: Progress | None
             counts = [f"{nan} NaN"] * bool(nan) + [f"{infinite} infinite"] * bool(infinite)
             faults.append(Fault(name, key, f"holds {' and '.join(counts)} values"))
     if listed:
-        faults += _extra(folder, listed)
+        faults += _extra(folder, listed, findings)
     return faults
 
 
@@ -244,8 +284,11 @@ def _changed(name: str, size: int, digest: str, entry: Mapping[str, Any]) -> lis
     return []
 
 
-def _extra(folder: Path, listed: Mapping[str, Any]) -> list[Fault]:
-    """Files that nothing accounts for; hidden ones (.gitattributes, .cache) are the user's own business."""
+def _extra(folder: Path, listed: Mapping[str, Any], findings: Findings) -> list[Fault]:
+    """Files that nothing accounts for. Hidden ones (.gitattributes, .cache) and texts are the user's own business."""
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     visible = {name for name in found if not any(part.startswith(".") for part in name.split("/"))}
-    return [Fault(name, "", "isn't in the manifest") for name in sorted(visible - listed.keys() - {MANIFEST})]
+    extra = sorted(visible - listed.keys() - {MANIFEST})
+    texts = [name for name in extra if name.lower().endswith(".md")]
+    findings.notes += [f"{name} was added: it isn't in the manifest" for name in texts]
+    return [Fault(name, "", "isn't in the manifest") for name in extra if name not in texts]

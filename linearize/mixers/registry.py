@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from linearize.errors import UsageError, did_you_mean
+from linearize.errors import ModelError, UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,19 @@ MIXERS: dict[str, Entry] = {
 }
 
 
+class NotRegistered(UsageError):
+    """No mixer or feature map of this name is registered in this process."""
+
+    def in_checkpoint(self) -> ModelError:
+        """The same, said of a checkpoint: its names were right once, so that a module must be missing."""
+        return ModelError(f"config.json needs a part that isn't registered: {self.what}", IMPORT_IT)
+
+
+IMPORT_IT = "Import the module that registers it (command line: --import)"
+
+
 def lookup(registry: Mapping[str, Entry], kind: str, name: str) -> Entry:
-    """The entry called `name`; raises `UsageError` that lists the names and guesses what was meant."""
+    """The entry called `name`; raises `NotRegistered`, which lists the names and guesses what was meant."""
     if name in registry:
         return registry[name]
     hint = did_you_mean(name, registry)
@@ -106,7 +117,7 @@ def lookup(registry: Mapping[str, Entry], kind: str, name: str) -> Entry:
             guess = did_you_mean(name, other)
             hint = hint or (guess and f"{guess[:-1]} (a {other_kind})?")
     known = ", ".join(sorted(registry))
-    raise UsageError(f"unknown {kind} '{name}'; known: {known}" + (f"; {hint}" if hint else ""))
+    raise NotRegistered(f"unknown {kind} '{name}'; known: {known}" + (f"; {hint}" if hint else ""))
 
 
 def check_options(kind: str, name: str, entry: Entry, options: Mapping[str, Any]) -> dict[str, Any]:

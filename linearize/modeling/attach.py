@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from linearize.errors import ModelError
 from linearize.mixers import build_mixer
-from linearize.mixers.registry import AttentionShape
+from linearize.mixers.registry import AttentionShape, NotRegistered
 from linearize.modeling import attention
 from linearize.modeling import context as forward_context
 from linearize.modeling.cache import adopt
@@ -30,8 +30,8 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
     New mixers take their attention module's device, and are deterministic in the recipe's seed.
 
     Raises:
-        ModelError: if the block names a module that the model lacks.
-        UsageError: if it names a mixer or feature map that isn't registered.
+        ModelError: if the block names a module that the model lacks, or a mixer or feature map that isn't
+            registered.
     """
     attention.register()
     seed = block.get("recipe", {}).get("seed", 0)
@@ -45,7 +45,10 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
                 "Convert the base model again",
             )
         with _device_of(module):
-            mixer = build_mixer(layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=seed)
+            try:
+                mixer = build_mixer(layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=seed)
+            except NotRegistered as error:
+                raise error.in_checkpoint() from None
         module.add_module("linearize", mixer)
         private: Any = copy.copy(module.config)
         private._attn_implementation_internal = attention.IMPLEMENTATION

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ def test_the_flags_reach_the_checkpoint(converted):
 def test_convert_as_json(run, model, tmp_path):
     ran = run("convert", model, "-o", tmp_path / "out", "--mixer", "linear", "--set", "seed=3", "--json")
     assert ran.code == 0, ran.err
-    assert set(ran.json) == {"out", "seconds", "files", "plan", "notes"}
+    assert set(ran.json) == {"out", "seconds", "files", "plan", "notes", "replaces"}
     assert ran.json["plan"]["recipe"]["seed"] == 3
     listed = {name: info["sha256"] for name, info in ran.json["files"].items()}
     on_disk = snapshot(tmp_path / "out")
@@ -80,11 +82,96 @@ def test_an_existing_folder_needs_force(run, model, converted):
     assert snapshot(converted) != before
 
 
+def test_a_forced_dry_run_says_what_it_would_replace(run, model, converted):
+    (converted / "tokenizer.json").write_bytes(b"x" * 1000)
+    files = [path.stat().st_size for path in converted.iterdir()]
+    ran = run("convert", model, "-o", converted, "--force", "--dry-run")
+    assert f"replaces {converted} ({len(files)} files, " in ran.out
+    report = run("convert", model, "-o", converted, "--force", "--dry-run", "--json").json
+    assert report["replaces"] == {"files": len(files), "bytes": sum(files)}
+    (converted / "notes.txt").write_text("mine")
+    ran = run("convert", model, "-o", converted, "--force")
+    assert ran.code == 2
+    assert "notes.txt" in ran.err
+    assert (converted / "notes.txt").exists()
+
+
+def test_verify_does_not_claim_more_than_it_checked(run, model, converted):
+    (converted / "linearize-manifest.json").unlink()
+    ran = run("verify", converted)
+    assert ran.code == 0
+    assert "note: hashes not checked: there is no manifest" in ran.out
+    assert "fine" not in ran.out
+    ran = run("verify", model)
+    assert ran.code == 3
+    assert "isn't a converted model" in ran.out
+    assert "--force" not in ran.out
+
+
+def test_a_part_of_ones_own_is_imported_by_the_command_that_comes_next(run, model, tmp_path, monkeypatch):
+    (tmp_path / "own_maps.py").write_text(
+        "import linearize\nfrom linearize.mixers.feature_maps import Elu1\n"
+        "class Own(Elu1): pass\nlinearize.register_feature_map('own', Own, paper='none')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "out"
+    ran = run("convert", model, "-o", out, "--import", "own_maps", "--feature-map", "own")
+    assert f"next: linearize verify {out} --import own_maps\n" in ran.out
+    maps = importlib.import_module("linearize.mixers.registry").FEATURE_MAPS
+    entry = maps.pop("own")  # as in a new process
+    try:
+        ran = run("verify", out)
+        assert (ran.code, "command line: --import" in ran.out) == (3, True)
+        ran = run("inspect", out)
+        assert (ran.code, "command line: --import" in ran.err) == (3, True)
+        sys.modules.pop("own_maps")
+        assert run("verify", out, "--import", "own_maps").code == 0
+    finally:
+        maps.pop("own", entry)
+        sys.modules.pop("own_maps", None)
+
+
+def test_names_of_strangers_do_not_reach_the_terminal_as_they_are(run, converted):
+    evil = "\x1b]0;owned\x07\u202e\n.bin"
+    (converted / evil).write_text("x")
+    ran = run("verify", converted)
+    assert r"\x1b]0;owned\x07\u202e\x0a.bin isn't in the manifest" in ran.out
+    assert run("verify", converted, "--json").json["faults"][0]["file"] == evil
+    ran = run("inspect", f"no\x1b[2J/{evil}")
+    assert ran.code == 3
+    assert "\x1b" not in ran.err
+    assert r"\x1b[2J" in ran.err
+
+
+def test_a_path_that_is_not_utf8(run, model, tmp_path):
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    ran = run("convert", model, "-o", out)
+    assert ran.code == 0, ran.err
+    assert r"/\xff" in ran.out
+    ran = run("verify", out, "--json")
+    assert ran.out.isascii()
+    assert ran.json["out"] == out
+
+
+def test_options_of_a_recipe_do_not_apply_to_what_is_converted(run, converted):
+    ran = run("inspect", converted, "--window", "4")
+    assert ran.code == 2
+    assert "is converted already" in ran.err
+    assert "note:" not in run("inspect", converted).out
+
+
 def test_verify_is_silent_about_a_sound_folder_and_names_a_fault(run, converted):
     ran = run("verify", converted)
     assert ran.code == 0
     assert "fine" in ran.out
-    assert run("verify", converted, "--json").json == {"out": str(converted), "ok": True, "faults": []}
+    assert run("verify", converted, "--json").json == {
+        "out": str(converted),
+        "ok": True,
+        "faults": [],
+        "notes": [],
+        "complete": True,
+        "mend": "",
+    }
 
     (converted / "model-linearize.safetensors").unlink()
     with open(converted / "generation_config.json", "a") as file:
@@ -93,6 +180,7 @@ def test_verify_is_silent_about_a_sound_folder_and_names_a_fault(run, converted)
     assert ran.code == 3
     assert "model-linearize.safetensors" in ran.out
     assert "generation_config.json" in ran.out
+    assert ran.out.endswith("Copy the folder again from where it was whole, or convert the original model again\n")
     ran = run("verify", converted, "--json")
     assert (ran.code, ran.json["ok"]) == (3, False)
     assert {"file", "key", "what"} == set(ran.json["faults"][0])
@@ -136,6 +224,9 @@ def test_recipes_commands(run, tmp_path):
     names = [row["name"] for row in run("recipes", "ls", "--json").json]
     assert {"default", "hybrid-25", "performer"} <= set(names)
     assert all(name in run("recipes", "ls").out for name in names)
+    for row in run("recipes", "ls", "--json").json:
+        assert row["summary"].endswith(".")
+        assert ". " not in row["summary"]
     assert run("recipes", "cat", "hybrid-25").out.startswith("# A quarter")
     assert run("recipes", "cat", "hybrid-25", "--json").json["keep_softmax"] == "25%"
     assert run("recipes", "validate", *names).code == 0

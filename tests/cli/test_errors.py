@@ -32,6 +32,11 @@ from linearize.errors import ModelError, NetworkError, ResourceError
         (["--feature-map", "hedgehog", "--set", "feature_map_options.features=3"], "has no option 'features'"),
         (["--import", "no_such_module"], "--import no_such_module failed"),
         (["--nonsense"], "No such option"),
+        (["--mixer", "lineer"], "error: --mixer: unknown mixer 'lineer'"),
+        (["--set", "window=0"], "error: --set window: must be at least 1, not 0"),
+        (["--set", "windw=3"], "error: --set windw: unknown key 'windw'"),
+        (["--recipe", "~no-such-user/r.yaml"], "a user who doesn't exist"),
+        (["-o", "~no-such-user/out"], "a user who doesn't exist"),
     ],
 )
 def test_usage_errors_exit_2_before_the_model_is_looked_at(run, tmp_path, options, said):
@@ -86,7 +91,7 @@ def test_errors_have_their_exit_codes(run, monkeypatch, tmp_path, raised, code, 
     def fail(*args, **kwargs):
         raise raised
 
-    monkeypatch.setattr(module, "verify", fail)
+    monkeypatch.setattr(module, "judge", fail)
     ran = run("verify", tmp_path)
     assert (ran.code, ran.out) == (code, "")
     assert said in ran.err

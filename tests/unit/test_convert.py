@@ -115,6 +115,17 @@ def test_the_result_equals_the_live_conversion(tmp_path, kind):
         assert torch.equal(loaded(ids).logits, live(ids).logits)
 
 
+def test_a_config_that_asks_for_code_of_the_hub_is_written_without(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = save(tmp_path / "m")
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"attn_implementation": "owner/kernel"}))
+    convert(model, tmp_path / "out")
+    assert "owner/kernel" not in (tmp_path / "out" / "config.json").read_text()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_names_without_the_base_models_prefix(tmp_path):
     """GPT-2's own checkpoint says h.0.attn..., its causal language model transformer.h.0.attn...."""
     import torch
@@ -122,6 +133,7 @@ def test_names_without_the_base_models_prefix(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = save(tmp_path / "m", "gpt2", dtype="float32")
+    (model / "vocab.json").write_text("{}")
     convert(model, tmp_path / "out")
     tensors = load_file(model / "model.safetensors")
     short = {key.removeprefix("transformer."): value for key, value in tensors.items() if key != "lm_head.weight"}

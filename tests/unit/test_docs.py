@@ -216,3 +216,67 @@ def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#]+)\)", read(path)):
         if "://" not in target:
             assert (ROOT / path).parent.joinpath(target).exists(), target
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(base model folder, converted folder)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import linearize
+
+    root = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(root / "MODEL")
+    linearize.convert(root / "MODEL", root / "OUT", overrides={"window": 4, "sinks": 0})
+    return root / "MODEL", root / "OUT"
+
+
+@pytest.mark.parametrize(
+    ("trust", "said"),
+    [
+        (False, ["ValueError", "contains custom code", "`trust_remote_code=True`"]),
+        (True, ["ModuleNotFoundError", "linearize"]),
+    ],
+)
+def test_what_a_program_without_linearize_gets(tiny, tmp_path, trust, said):
+    code = "import sys; sys.modules['linearize'] = None; from transformers import AutoModelForCausalLM as A; "
+    code += f"A.from_pretrained({str(tiny[1])!r}, trust_remote_code={trust or None})"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("\n" + said[0]) :]
+    assert all(words in last for words in said)
+    assert all(words.strip("`") in read("docs/checkpoint.md") for words in said if words != "ModuleNotFoundError")
+
+
+def test_padding_takes_up_a_window_s_places_only_in_the_middle(tiny):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny[1]).eval()
+    ids, zeros = torch.arange(1, 13)[None], torch.zeros(1, 3, dtype=torch.long)
+
+    @torch.no_grad()
+    def last(at):
+        parts = [ids[:, :at], zeros, ids[:, at:]]
+        mask = [torch.ones_like(parts[0]), zeros, torch.ones_like(parts[2])]
+        return model(torch.cat(parts, 1), attention_mask=torch.cat(mask, 1)).logits[:, -1]
+
+    alone = model(ids).logits[:, -1]
+    assert (last(0) - alone).abs().max() < 1e-6
+    assert (last(10) - alone).abs().max() > 1e-5
+
+
+def test_the_json_of_verify_has_the_keys_that_are_listed(tiny):
+    from linearize.verification import judge
+
+    keys = ", ".join(f'"{key}"' for key in judge(tiny[1]).to_dict())
+    listed = read("docs/checkpoint.md").replace(': [{"file", "key", "what"}]', "")
+    assert f"`{{{keys}}}`" in listed

@@ -81,3 +81,11 @@ def test_a_sliding_cache_stops_growing(tmp_path):
 def test_a_wrong_recipe(tmp_path):
     with pytest.raises(UsageError):
         inspect(save(tmp_path / "m"), overrides={"keep_softmax": "9"})
+
+
+def test_a_converted_model_takes_no_recipe_and_loses_no_file(tmp_path):
+    convert(save(tmp_path / "m"), tmp_path / "out")
+    assert inspect(tmp_path / "out")["notes"] == []
+    for options in ({"overrides": {"window": 8}}, {"recipe": "performer"}):
+        with pytest.raises(UsageError, match="is converted already"):
+            inspect(tmp_path / "out", **options)

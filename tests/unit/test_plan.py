@@ -8,6 +8,7 @@ import pytest
 
 from linearize.checkpoint import Checkpoint
 from linearize.errors import ModelError, ResourceError, UsageError
+from linearize.family import load_config
 from linearize.keep_softmax import kept_layers, ranges
 from linearize.plan import check_resources, make_plan
 from linearize.recipe import load_recipe
@@ -156,11 +157,49 @@ def test_tensors_must_fit_the_architecture(tmp_path):
     assert "and 1 more" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation"]
+)
+def test_no_key_of_the_config_switches_the_comparison_off_or_fetches_code(tmp_path, key):
+    folder = save(tmp_path / "m", "mixtral")
+    raw = json.loads((folder / "config.json").read_text()) | {key: "owner/kernel", "sub": {key: "owner/kernel"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert "owner/kernel" not in str(vars(load_config(raw, "m")))
+    (folder / "tokenizer.json").write_text("{}")
+    (note,) = make_plan(resolve(folder), load_recipe(None)).notes
+    assert "is dropped: it may fetch code" in note  # and none of a comparison that failed
+    _drop(folder / "model.safetensors", "model.norm.weight")
+    with pytest.raises(ModelError, match=r"'model.norm.weight' is part of the architecture, and stored nowhere"):
+        make_plan(resolve(folder), load_recipe(None))
+
+
+def test_a_comparison_that_fails_is_a_note(tmp_path, monkeypatch):
+    def broken(config):
+        raise ImportError("no such table")
+
+    monkeypatch.setattr("linearize.family._meta_model", broken)
+    note = make_plan(resolve(save(tmp_path / "m")), load_recipe(None)).notes[-1]
+    assert note.startswith("tensor names were not compared")
+    assert "no such table" in note
+
+
+@pytest.mark.parametrize(("kind", "key"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path, monkeypatch, kind, key):
+    monkeypatch.setattr("linearize.modeling.probe.probe", None)
+    folder = save(tmp_path / "m", kind)
+    text = (folder / "config.json").read_text()
+    for depth, says in ((4000, "tensors are stored"), (10**7, "more than 4096")):
+        raw = {k: v for k, v in json.loads(text).items() if k != "layer_types"}
+        (folder / "config.json").write_text(json.dumps(raw | {key: depth}))
+        with pytest.raises(ModelError, match=f"has {key} .*{says}"):
+            make_plan(resolve(folder), load_recipe(None))
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gemma2"])
 def test_tensors_of_every_family_are_compared_after_renaming(tmp_path, kind):
     folder = save(tmp_path / "m", kind)
     plan = make_plan(resolve(folder), load_recipe(None))
-    assert plan.notes == tuple(note for note in plan.notes if "soft-capping" in note)  # none of a failed comparison
+    assert all("soft-capping" in note or "no tokenizer" in note for note in plan.notes)  # none of a failed comparison
     header = dict(resolve(folder).tensors)
     lost = next(key for key in header if "down_proj" in key or "w2" in key or "mlp.c_proj.weight" in key)
     _drop(folder / "model.safetensors", lost)
@@ -180,6 +219,7 @@ def test_a_tensor_that_the_architecture_ignores_is_a_note(tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = save(tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{}")
     tensors = load_file(folder / "model.safetensors")
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": tensors["model.norm.weight"].clone()}
     save_file(tensors | extra, folder / "model.safetensors")
@@ -242,9 +282,7 @@ def test_targets_that_are_refused(tmp_path, monkeypatch):
         refused("", "no name", force)
         refused("/", "can't be /", force)
     refused(tmp_path / "full", "exists and isn't empty")
-    refused(tmp_path / "full", "doesn't look like a model folder", True)
-    (tmp_path / "full" / "config.json").write_text("{}")
-    check_target(survey(tmp_path / "full"), model, force=True)
+    refused(tmp_path / "full", "isn't a converted model", True)
     (tmp_path / "full" / ".git").mkdir()
     refused(tmp_path / "full", "is a git repository", True)
     (tmp_path / "full" / ".git").rmdir()

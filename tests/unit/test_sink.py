@@ -16,6 +16,7 @@ import pytest
 from linearize import sink
 from linearize.errors import ResourceError, UsageError
 from linearize.sink import Stage
+from linearize.target import check_target, replaced, survey
 from tests.checkpoints import tree
 
 
@@ -226,6 +227,42 @@ def test_two_writers_on_a_disk_without_locks(tmp_path, origin, old, monkeypatch,
     assert not hidden(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["hard link", "symbolic link", "pipe", "folder"])
+def test_nothing_is_written_into_what_stands_in_the_lock_s_place(tmp_path, old, kind):
+    before = tree(old)
+    path, precious = tmp_path / ".out.linearize-lock", tmp_path / "precious"
+    precious.write_text("mine")
+    make = {
+        "hard link": lambda: os.link(precious, path),
+        "symbolic link": lambda: path.symlink_to(precious),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(ResourceError, match="linearize-lock isn't a lock file"):
+        Stage(old, force=True)
+    assert precious.read_text() == "mine"
+    assert os.path.lexists(path)
+    assert tree(old) == before
+
+
+def test_a_second_interrupt_while_cleaning_up_lets_go_of_the_lock(tmp_path, origin, old, monkeypatch):
+    stage = Stage(old, force=True)
+    fill(stage, origin)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stage.abandon()
+    again = Stage(old, force=True)  # would be refused if the lock were still held
+    assert not stage.folder.exists()
+    again.abandon()
+    assert not hidden(tmp_path)
+
+
 def test_leftovers_of_dead_writers_are_removed_and_nothing_else(tmp_path, old):
     dead = [".out.linearize-123-0123abcd", ".out.linearize-old-123-0123abcd"]
     others = [".out.linearize-notes", ".out2.linearize-123-0123abcd", ".out.linearize-123-0123abcd.bak"]
@@ -273,3 +310,51 @@ def test_large_files_are_hashed_in_pieces(tmp_path):
     assert stage.files["big"] == stage.files["copy"] == (size, hashlib.sha256(path.read_bytes()).hexdigest())
     assert (tmp_path / "out" / "copy").read_bytes() == path.read_bytes()
     assert seen == [(what, done, size) for what in ("copy copy", "hash") for done in (8 << 20, size)]
+
+
+def force(out: Path) -> None:
+    check_target(survey(out), out.parent / "model", force=True)
+
+
+def converted_config(out: Path) -> None:
+    (out / "config.json").write_text('{"model_type": "linearized_llama"}')
+
+
+def test_force_spares_folders_that_are_no_conversion(tmp_path, old):
+    for config in ('{"model_type": "llama"}', "{", "[]", ""):
+        (old / "config.json").write_text(config)
+        with pytest.raises(UsageError, match="isn't a converted model"):
+            force(old)
+    (old / "linearize-manifest.json").write_text('{"files": {"weights": {}, "config.json": {}}}')
+    with pytest.raises(UsageError, match="isn't a converted model"):  # a manifest of something else
+        force(old)
+
+
+def test_force_spares_what_others_put_into_a_conversion(tmp_path, origin):
+    stage = Stage(tmp_path / "out")
+    fill(stage, origin)
+    stage.publish()
+    out = tmp_path / "out"
+    force(out)
+    (out / "model-00001-of-00002.safetensors").write_text("saved over it")
+    force(out)
+    assert replaced(out) == (7, sum(path.stat().st_size for path in out.rglob("*") if path.is_file()))
+    (out / "checkpoint-500" / "deep").mkdir(parents=True)
+    (out / "folder" / "mine").write_text("beside a listed file")
+    (out / "notes.txt").write_text("")
+    (out / "link").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match=r"checkpoint-500/, folder/, link/, notes\.txt") as caught:
+        force(out)
+    assert "--force would delete" in str(caught.value)
+
+
+def test_force_without_a_manifest_replaces_only_what_a_save_writes(tmp_path):
+    out = tmp_path / "out"
+    (out / "additional_chat_templates").mkdir(parents=True)
+    converted_config(out)
+    for name in ("model.safetensors", "tokenizer.json", "modeling_linearized.py", "additional_chat_templates/a.jinja"):
+        (out / name).write_text("")
+    force(out)
+    (out / "results.json").write_text("")
+    with pytest.raises(UsageError, match=r"didn't write: results\.json"):
+        force(out)

@@ -256,11 +256,24 @@ def test_what_travels_and_what_stays(tmp_path):
     for name in stays:
         (folder / name).write_bytes(b"x")
     (folder / "original").mkdir()
+    (folder / "LICENSES").mkdir()  # not the file that its name looks like
+    (folder / "tokenizer.model.v3").write_bytes(b"x")
+    stays.append("LICENSES")
     source = resolve(folder)
-    assert source.side_files.keys() == SIDE_FILES.keys() | {"generation_config.json"}
+    assert source.side_files.keys() == SIDE_FILES.keys() | {"generation_config.json", "tokenizer.model.v3"}
     assert source.checkpoint.left_behind.keys() == {*stays, "original"}
     for name in (*stays, "original"):
         assert any(note.startswith(f"{name} stays behind") for note in source.notes)
+
+
+def test_a_tokenizer_that_will_not_be_there_is_said(tmp_path):
+    folder = save(tmp_path / "m")
+    assert resolve(folder).notes == ("it has no tokenizer files, so the converted model will have none",)
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x.T", null]}}')
+    (note,) = resolve(folder).notes
+    assert "its tokenizer asks for custom code" in note
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert not resolve(folder).notes
 
 
 def test_mixer_tensors_without_their_config(tmp_path):
@@ -274,7 +287,7 @@ def test_paths_that_are_not_models(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(b"")
     refused(tmp_path / "x.safetensors", "is a file", "Give the folder that holds it")
     refused(tmp_path / "none", "there is no file or folder")
-    for name in ["./none", "a/b/c", "my model", "modèle", "/none/x", "none.gguf", "~/none-at-all"]:
+    for name in ["./none", "a/b/c", "my model", "modèle", "/none/x", "none.gguf", "~/none-at-all", "~nosuchuser/x"]:
         refused(name, "there is no file or folder")
     for name in ["", " ", "a\0b"]:
         refused(name, "name is empty", error=UsageError)

@@ -20,7 +20,11 @@ HIDDEN, HEADS, KV, LAYERS, VOCAB, MLP = 64, 4, 2, 2, 96, 96
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny Llama in Q8_0 with a byte-level tokenizer."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny ü.Q8_0.gguf"
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny ü.Q8_0.gguf")
+
+
+def write_gguf(path, drop=(), resize=()):
+    """`drop` names tensors to leave out, `resize` those to write with a row too many."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -41,6 +45,9 @@ def model(tmp_path_factory):
     rng = np.random.default_rng(0)
 
     def add(name, *shape):
+        if name in drop:
+            return
+        shape = (shape[0] + (name in resize), *shape[1:])
         weight = rng.standard_normal(shape).astype(np.float32)
         if len(shape) == 1:
             writer.add_tensor(name, weight)
@@ -82,6 +89,8 @@ def test_a_gguf_model_is_dequantised_and_converted(model, tmp_path, dtype, store
     assert tree(model.parent) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no scratch folder is left
     assert any("dequantised from tiny ü.Q8_0.gguf" in note for note in result.plan.notes)
+    (base,) = (file for file in result.plan.files if "base" in file.name)
+    assert (base.how, base.origin, result.plan.source.gguf) == ("write", model.name, model)
     tensors = resolve(tmp_path / "out", allow_converted=True).tensors
     assert {tensor.dtype for key, tensor in tensors.items() if ".linearize." not in key} == {stored}
     config = GgufConfig(dequantize=True)
@@ -106,7 +115,7 @@ def test_describing_and_planning_write_nothing_and_read_no_weight(model, tmp_pat
     assert plan.source.loaded_bytes == 4 * count == report["weight_bytes"]
     assert report["parameters"] == count
     assert plan.bytes_needed > 4 * count
-    assert plan.memory_bytes > 4 * count
+    assert plan.memory_bytes > 500_000_000 + 8 * count  # two of its fp32 weights, at the worst
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1000])
@@ -121,3 +130,20 @@ def test_a_damaged_gguf_file(model, tmp_path, cut):
 def test_wrong_dtypes(model, tmp_path):
     with pytest.raises(UsageError, match="can't be stored as 'int3'"):
         convert(model, tmp_path / "out", dtype="int3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"drop": ["blk.1.ffn_down.weight"]}, "it lacks tensor 'model.layers.1.mlp.down_proj.weight'"),
+        ({"resize": ["blk.0.ffn_up.weight"]}, "'model.layers.0.mlp.up_proj.weight' of another shape"),
+    ],
+)
+def test_a_gguf_file_that_lacks_weights_is_never_completed_with_random_ones(tmp_path, changes, says):
+    path = write_gguf(tmp_path / "x.gguf", **changes)
+    with pytest.raises(ModelError) as caught:
+        convert(path, tmp_path / "out")
+    assert says in str(caught.value)
+    assert "x.gguf isn't a whole model" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]

@@ -158,10 +158,20 @@ def test_no_connection(hub, monkeypatch):
 
 def test_a_repository_without_safetensors(hub):
     hub.files |= {"pytorch_model.bin": b"x", "config.json": b'{"model_type": "llama"}'}
-    refused("o/m", "has no weights", error=ModelError)
+    refused("o/m", "'o/m' on the Hub", "has no safetensors weights", "pickle weights are not taken", error=ModelError)
     hub.files = {"pytorch_model.bin": b"x"}
     hub.errors["/nothing"] = (404, {})
     refused("o/n", "holds no config.json and no safetensors weights", error=ModelError)
+
+
+def test_faults_of_a_hub_model_name_its_id_and_not_the_cache(hub, tmp_path):
+    for path in save(tmp_path / "m", shards=True).iterdir():
+        hub.files[path.name] = path.read_bytes()
+    del hub.files["model-00002-of-" + next(name for name in hub.files if name.startswith("model-00001")).split("-")[-1]]
+    with pytest.raises(ModelError, match=r"'o/m': model-00002-of-.* is missing") as caught:
+        resolve("o/m")
+    assert "cache" not in str(caught.value)
+    assert "snapshots" not in str(caught.value)
 
 
 def test_names_that_can_not_be_ids(hub):

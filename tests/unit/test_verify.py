@@ -9,7 +9,7 @@ import pytest
 
 from linearize.conversion import convert
 from linearize.errors import ModelError
-from linearize.verification import verify
+from linearize.verification import judge, verify
 from tests.checkpoints import add_side_files, save, tree
 
 INDEX = "model.safetensors.index.json"
@@ -106,7 +106,7 @@ def test_missing_extra_and_changed_files_are_all_named(out):
     assert not any(file.startswith(".") for file, _ in faults)
 
 
-def test_a_missing_or_hostile_manifest(out):
+def test_a_hostile_manifest(out):
     manifest = json.loads((out / "linearize-manifest.json").read_text())
     manifest["files"] |= {"../x": {}, "/etc/passwd": {}, "a/../../x": {}, "b": 7}
     (out / "linearize-manifest.json").write_text(json.dumps(manifest))
@@ -115,8 +115,6 @@ def test_a_missing_or_hostile_manifest(out):
         assert f'lists "{name}"' in what
     (out / "linearize-manifest.json").write_text("[]")
     assert found(out) == {("linearize-manifest.json", ""): "isn't a JSON object"}
-    (out / "linearize-manifest.json").unlink()
-    assert found(out) == {("linearize-manifest.json", ""): "is missing"}
 
 
 def test_a_lost_a_foreign_and_a_reshaped_mixer_tensor(out):
@@ -251,7 +249,7 @@ def test_a_config_that_does_not_fit(out, change, says):
         (lambda block: block["layers"].append(7), "lists layer None"),
         (lambda block: block["layers"][0].update(module="x"), "lists layer 'x'"),
         (lambda block: block["layers"][0]["shape"].update(num_heads=8), "another attention shape"),
-        (lambda block: block["layers"][0]["mixer"].update(name="nope"), "mixers that can't be built"),
+        (lambda block: block["layers"][0]["mixer"].update(name="nope"), "a part that isn't registered"),
         (lambda block: block["layers"][0]["mixer"].update(nope=1), "mixers that can't be built"),
         (lambda block: block.update(layers=None), "no linearize block with its layers"),
     ],
@@ -296,4 +294,69 @@ def test_damage_everywhere_is_reported_everywhere(out):
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(ModelError, match="there is no folder"):
         verify(tmp_path / "none")
-    assert {fault.file for fault in verify(tmp_path)} == {"config.json", INDEX, "linearize-manifest.json"}
+    assert [str(fault) for fault in verify(tmp_path)] == ["config.json is missing"]
+    assert "Give the folder" in judge(tmp_path).mend
+
+
+def test_a_model_that_never_was_converted(tmp_path):
+    verdict = judge(save(tmp_path / "m"))
+    assert [fault.what for fault in verdict.faults] == ["has no linearize block, so the folder isn't a converted model"]
+    assert "linearize convert" in verdict.mend
+    assert "again" not in verdict.mend
+
+
+def test_what_save_pretrained_writes_is_whole_though_its_hashes_are_not_checked(whole, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    import linearize  # noqa: F401  registers the converted model types
+
+    AutoModelForCausalLM.from_pretrained(whole, dtype="auto").save_pretrained(tmp_path / "saved")
+    verdict = judge(tmp_path / "saved")
+    assert verdict.faults == ()
+    assert verdict.to_dict()["notes"] == ["hashes not checked: there is no manifest"]
+    assert not verdict.to_dict()["complete"]
+    rewrite_one_byte_too_few(tmp_path / "saved" / "model.safetensors")
+    assert judge(tmp_path / "saved").mend.startswith("Copy the folder again")
+
+
+def rewrite_one_byte_too_few(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_a_comparison_that_could_not_be_made_is_said(whole, monkeypatch):
+    from linearize import family
+
+    def fail(*args):
+        raise LookupError("no such table")
+
+    assert judge(whole).to_dict()["complete"]
+    monkeypatch.setattr(family, "_match", fail)
+    verdict = judge(whole).to_dict()
+    assert verdict["ok"]
+    assert not verdict["complete"]
+    assert verdict["notes"] == ["tensor names were not compared with the architecture (LookupError: no such table)"]
+
+
+def test_a_model_card_that_the_user_adds_is_a_note(out):
+    (out / "README.md").write_text("mine")
+    verdict = judge(out)
+    assert verdict.faults == ()
+    assert verdict.notes == ("README.md was added: it isn't in the manifest",)
+    assert verdict.to_dict()["complete"]
+
+
+@pytest.mark.parametrize("change", [{"name": "mine"}, {"feature_map": "mine"}])
+def test_a_part_that_is_not_registered(out, change):
+    from transformers import AutoModelForCausalLM
+
+    from linearize.inspection import inspect
+
+    edit(out, "config.json", lambda config: config["linearize"]["layers"][0]["mixer"].update(change))
+    verdict = judge(out)
+    (fault,) = verdict.faults
+    assert "isn't registered" in fault.what
+    assert "'mine'" in fault.what
+    assert verdict.mend == "Import the module that registers it (command line: --import)"
+    for use in (inspect, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ModelError, match=r"'mine'.*Import the module that registers it .command line: --import"):
+            use(out)
