@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from linearize.modeling import context as forward_context
 
 IMPLEMENTATION = "linearize"
+CHECK_FINITE = "LINEARIZE_CHECK_FINITE"  # set it to look for NaN on a GPU, too
 
 
 def attention_forward(
@@ -32,6 +34,7 @@ def attention_forward(
 
     Raises:
         RuntimeError: if the module runs outside its decoder's forward, or gets more keys than queries.
+        FloatingPointError: if the output isn't finite, naming the layer (on the CPU, or with LINEARIZE_CHECK_FINITE).
     """
     mixer: Any = getattr(module, "linearize", None)
     if mixer is None:
@@ -66,12 +69,29 @@ def attention_forward(
         if context.cu_seqlens is not None:
             if slot is not None:
                 raise RuntimeError("packed sequences can't fill a cache: pass use_cache=False")
-            return _packed(mixer, q, k, v, context.cu_seqlens.to(q.device), inputs), None
+            out = _packed(mixer, q, k, v, context.cu_seqlens.to(q.device), inputs)
+            _check_finite(out, module)
+            return out, None
         before = None if slot is None else slot.state
         out, state = mixer(q, k, v, state=before, return_state=slot is not None, **inputs)
+        _check_finite(out, module)
         if slot is not None:
             slot.commit(state, q.shape[1], partial(_replay, mixer, (q, k, v), inputs))
     return out.contiguous(), None
+
+
+def _check_finite(out: Tensor, module: Any) -> None:
+    """Raise before a NaN enters a state, which would carry it to every later token.
+
+    Looking costs next to nothing on the CPU, but makes a GPU wait at every layer: there it is done on request.
+    """
+    if torch.compiler.is_compiling() or out.is_meta:
+        return
+    if (out.device.type == "cpu" or os.environ.get(CHECK_FINITE)) and not bool(out.isfinite().all()):
+        raise FloatingPointError(
+            f"converted layer {module.layer_idx} gave NaN or infinite values: look for them in its weights "
+            "(`linearize verify`) or inputs, or use bfloat16 or float32 where the model overflows float16"
+        )
 
 
 def _packed(mixer: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -464,3 +464,15 @@ def test_an_unconverted_layer_asked_to_run_as_one_says_so():
     model.model.layers[1].self_attn.config._attn_implementation = "linearize"
     with pytest.raises(RuntimeError, match="layer 1 isn't converted"):
         model(tokens(1, 4))
+
+
+def test_nan_raises_and_names_the_layer_before_it_enters_a_state():
+    model = converted("window-hedgehog")
+    cache = DynamicCache(config=model.config)
+    logits(model, tokens(1, 8), cache=cache, use_cache=True)
+    before = {name: x.clone() for name, x in cache.layers[2].state.items()}
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.bias[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="converted layer 2 gave NaN"):
+        logits(model, tokens(1, 3), cache=cache, use_cache=True)
+    assert all(torch.equal(x, cache.layers[2].state[name]) for name, x in before.items())
