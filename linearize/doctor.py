@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
+from linearize.console import say
 from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry
 
 PACKAGES = (
@@ -177,20 +176,20 @@ def print_report(report: dict[str, Any]) -> None:
     for check in report["checks"]:
         mark = "ok  " if check["ok"] else "FAIL" if check["essential"] else "no  "
         fix = f"  ({check['fix']})" if check["fix"] else ""
-        click.echo(f"{mark} {check['what']:20} {check['because']}{fix}")
-    click.echo("\nversions  " + ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items()))
+        say(f"{mark} {check['what']:20} {check['because']}{fix}")
+    say("\nversions  " + ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items()))
     for device in report["devices"]:
         rest = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device")
-        click.echo(f"device    {device['device']}: {rest}")
+        say(f"device    {device['device']}: {rest}")
     for kernel in report["kernels"]:
         state = "runs" if kernel["runs"] else "does not run"
-        click.echo(f"backend   {kernel['backend']}: {state}" + (f", {kernel['because']}" if kernel["because"] else ""))
+        say(f"backend   {kernel['backend']}: {state}" + (f", {kernel['because']}" if kernel["because"] else ""))
     for disk in report["disk"]:
         free = "unknown" if disk["free_bytes"] is None else f"{disk['free_bytes'] / 1e9:.1f} GB"
-        click.echo(f"disk      {disk['path']}: {free} free")
+        say(f"disk      {disk['path']}: {free} free")
     hub = report["hub"]
-    click.echo(f"hub       offline {hub['offline']}, logged in {hub['logged_in']}")
+    say(f"hub       offline {hub['offline']}, logged in {hub['logged_in']}")
     for title, rows in (("mixers", report["mixers"]), ("feature maps", report["feature_maps"])):
-        click.echo(f"\n{title}")
+        say(f"\n{title}")
         for row in rows:
-            click.echo(f"  {row['name']:10} {row['paper']:18} {row['summary']}")
+            say(f"  {row['name']:10} {row['paper']:18} {row['summary']}")

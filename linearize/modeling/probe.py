@@ -39,8 +39,8 @@ LEFT_OUT = {
 }
 CONSTANT_SIZE_TYPES = ("sliding_attention", "chunked_attention")
 _OWN_ATTENTION = (
-    "model type '{}' computes attention in its own code (not through transformers' AttentionInterface), so it can't "
-    "be replaced"
+    "model type '{}' has no attention that goes through transformers' AttentionInterface: it has none, or computes it "
+    "in its own code, so there is nothing to replace"
 )
 
 
