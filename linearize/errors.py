@@ -55,6 +55,11 @@ class NetworkError(LinearizeError):
     exit_code = 5
 
 
+def first_line(error: BaseException | str) -> str:
+    """The first line of what an error of another library says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"did you mean 'hedgehog'?"`, or an empty string if nothing known is close to `word`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from linearize.errors import ModelError
+from linearize.errors import ModelError, first_line
 from linearize.faults import Fault
 from linearize.headers import TensorInfo
 
@@ -51,8 +51,8 @@ def load_config(raw: Mapping[str, Any], name: str) -> Any:
         # A copy, since config classes may write into nested values; decoded, since infinity is not JSON.
         return CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(copy.deepcopy(values)))
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{name}: config.json isn't a valid '{model_type}' config ({first})") from error
+        what = f"{name}: config.json isn't a valid '{model_type}' config ({first_line(error)})"
+        raise ModelError(what) from error
 
 
 def check_depth(config: Any, tensors: Mapping[str, TensorInfo], name: str) -> None:
@@ -121,14 +121,13 @@ def as_loaded(config: Any, tensors: Mapping[str, TensorInfo]) -> Loaded | str:
         return f"tensor names were not compared with the architecture ({type(error).__name__}: {error})"
 
 
-def compare_tensors(config: Any, tensors: Mapping[str, TensorInfo]) -> tuple[list[Fault], list[str]]:
-    """Compare what is stored with what the architecture expects.
+def compare_tensors(loaded: Loaded | str, tensors: Mapping[str, TensorInfo]) -> tuple[list[Fault], list[str]]:
+    """Compare what is stored with what the architecture expects, as `as_loaded` matched them.
 
     Returns:
         (faults, notes): a missing tensor or a wrong shape is a fault, since loading would leave random
         weights or fail; a tensor that the architecture ignores is a note.
     """
-    loaded = as_loaded(config, tensors)
     if isinstance(loaded, str):
         return [], [loaded]
     faults = [
@@ -146,9 +145,8 @@ def compare_tensors(config: Any, tensors: Mapping[str, TensorInfo]) -> tuple[lis
     return faults, notes
 
 
-def tied_twice(config: Any, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, str]]:
+def tied_twice(loaded: Loaded | str) -> list[tuple[str, str]]:
     """Pairs of stored tensors that the config ties to one another, so that they should be equal."""
-    loaded = as_loaded(config, tensors)
     if isinstance(loaded, str):
         return []
     pairs = [(loaded.stored.get(a, []), loaded.stored.get(b, [])) for a, b in loaded.tied.items()]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import ModelError, UsageError
+from linearize.errors import ModelError, UsageError, first_line
 from linearize.source import Source, check_config, from_path
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -91,7 +91,7 @@ def _check_report(report: Mapping[str, Any], model: Any, path: Path) -> list[str
     errors = [str(message) for message in report.get("error_msgs") or ()]
     problems = [f"it lacks {_some(missing)}"] if missing else []
     problems += [f"{_some(wrong)} of another shape than its metadata asks for"] if wrong else []
-    problems += [_first_line(errors[0])] if errors else []
+    problems += [first_line(errors[0])] if errors else []
     if problems:
         raise ModelError(
             f"{path} isn't a whole model: {'; '.join(problems)}", "Download it again, or use another GGUF file"
@@ -104,10 +104,6 @@ def _some(names: Sequence[str]) -> str:
     shown = ", ".join(f"'{name:.120}'" for name in names[:4])
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
-
-
-def _first_line(error: object) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _path(source: Source) -> Path:
@@ -127,6 +123,6 @@ class _model_errors:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
             raise ModelError(
-                f"{self.path} can't be read as a GGUF model ({_first_line(error)})",
+                f"{self.path} can't be read as a GGUF model ({first_line(error)})",
                 "Use the model's safetensors checkpoint, or a GGUF file that transformers can read",
             ) from error

@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from linearize.errors import LinearizeError, ModelError, NetworkError, ResourceError, UsageError
+from linearize.checkpoint import TRAVELS
+from linearize.errors import LinearizeError, ModelError, NetworkError, ResourceError, UsageError, first_line
 
-# Only what a conversion reads: no pickles, no GGUF, no second copy of the weights in another format or
-# folder.
-WANTED = [
-    "*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.spm", "*.vocab", "*.bpe",
-    "tokenizer.model.*", "*.codes", "*.tsv",
-    "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*",
-]  # fmt: skip
+# Only what a conversion reads: no pickles, no GGUF, no second copy of the weights in another format or folder.
+WANTED = ["*.safetensors", *TRAVELS]
 UNWANTED = [
-    "*/*.safetensors",
-    "*/*.json",
-    "*/*.txt",
-    "*/*.model",
-    "*/*.codes",
-    "*/*.tsv",
     "consolidated*.safetensors",
     "model.*.safetensors",
+    *(f"*/{pattern}" for pattern in WANTED if not pattern.endswith(".jinja")),
 ]
 
 
@@ -46,7 +37,7 @@ def download(repo_id: str, revision: str | None = None) -> Path:
             repo_id, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
         )
     except errors.HFValidationError as error:
-        raise UsageError(f"'{repo_id}' is neither a local path nor a Hub id ({_first_line(error)})") from error
+        raise UsageError(f"'{repo_id}' is neither a local path nor a Hub id ({first_line(error)})") from error
     except (
         errors.HfHubHTTPError,
         errors.LocalEntryNotFoundError,
@@ -103,8 +94,4 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> Linear
 def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -67,11 +67,7 @@ def _converted(source: Source) -> dict[str, Any]:
     from linearize.modeling.classes import checked_block
     from linearize.modeling.probe import probe
 
-    class Raw:
-        model_type = source.config.get("model_type")
-        linearize = source.config.get("linearize")
-
-    block = checked_block(Raw)
+    block = checked_block(source.config.get("model_type"), source.config.get("linearize"))
     probed = probe(load_config(source.config, source.name))
     report = _facts(source, probed) | {"recipe": block.get("recipe")}
     try:
@@ -79,9 +75,7 @@ def _converted(source: Source) -> dict[str, Any]:
     except NotRegistered as error:
         raise error.in_checkpoint() from None
     files = sum(header.file_bytes for header in source.shards.values()) + sum(source.side_files.values())
-    # Nothing is converted here, so nothing stays behind: the manifest and the remote code are its own files.
-    notes = [note for note in source.notes if " stays behind: " not in note]
-    return report | {"disk": {"bytes": files}, "notes": notes}
+    return report | {"disk": {"bytes": files}, "notes": list(source.notes)}
 
 
 def _facts(source: Source, probed: Probe) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.errors import ResourceError, UsageError
-from linearize.family import check_depth, compare_tensors, load_config, without_how_to_compute
+from linearize.family import as_loaded, check_depth, compare_tensors, load_config, without_how_to_compute
 from linearize.faults import all_faults
 from linearize.headers import tensor_bytes
 from linearize.keep_softmax import kept_layers, ranges
@@ -126,7 +126,7 @@ def make_plan(source: Source, recipe: Recipe, destination: Destination | None = 
     probed = probe(config)
     layers = plan_layers(probed, recipe)
     new_tensors = plan_tensors(layers, recipe.seed)
-    faults, notes = compare_tensors(config, source.tensors) if source.tensors else ([], [])
+    faults, notes = compare_tensors(as_loaded(config, source.tensors), source.tensors) if source.tensors else ([], [])
     if faults:
         raise all_faults(source.name, faults, "Download the model again, or correct its config.json")
     if without_how_to_compute(source.config) != source.config:

@@ -136,14 +136,6 @@ class Recipe(BaseModel):
         return values
 
 
-_WANTED = {
-    "int_type": "must be an integer",
-    "bool_type": "must be true or false",
-    "dict_type": "must be a mapping",
-    "string_type": "must be a name",
-}
-
-
 def _wrong(key: str, text: str) -> Problem:
     return Problem(key, key, f": {text}")
 

@@ -166,8 +166,8 @@ def _from_folder(folder: Path, name: str, origin: str, allow_converted: bool) ->
             f"{folder} holds mixer tensors ('{min(stray)}') but its config.json has no linearize block",
             "Restore the config.json that linearize wrote, or convert the original model",
         )
-    notes += [f"{file} stays behind: {why}" for file, why in checkpoint.left_behind.items()]
-    if not config.get("linearize"):
+    if not config.get("linearize"):  # of a converted model nothing is converted, so nothing stays behind
+        notes += [f"{file} stays behind: {why}" for file, why in checkpoint.left_behind.items()]
         notes += _tokenizer_notes(folder, checkpoint)
     return Source(name, origin, folder, config, checkpoint, notes=tuple(notes))
 

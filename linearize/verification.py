@@ -12,7 +12,7 @@ from typing import Any
 from linearize.checkpoint import INDEX, Checkpoint, collect, find_inside, is_plain_name, read_json
 from linearize.digest import CHUNK_BYTES, Meter, Progress, in_threads
 from linearize.errors import LinearizeError, ModelError
-from linearize.family import as_loaded, compare_tensors, load_config, tied_twice
+from linearize.family import Loaded, as_loaded, compare_tensors, load_config, tied_twice
 from linearize.faults import BadFiles, Fault
 from linearize.headers import TensorInfo
 from linearize.mixers.registry import IMPORT_IT, NotRegistered
@@ -96,8 +96,9 @@ def _check_config(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoin
         faults += _check_layers(base, block)
         base_tensors = {key: info for key, info in checkpoint.tensors.items() if ".linearize." not in key}
         if checkpoint.tensors:
-            faults += _check_architecture(base, base_tensors, checkpoint, findings)
-            faults += _check_tied(base, checkpoint, base_tensors)
+            loaded = as_loaded(base, base_tensors)
+            faults += _check_architecture(loaded, base_tensors, checkpoint, findings)
+            faults += _check_tied(loaded, checkpoint, base_tensors)
     except LinearizeError as error:
         faults.append(Fault(CONFIG, "", f"can't be used: {error.what}"))
     if checkpoint.tensors:
@@ -106,11 +107,11 @@ def _check_config(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoin
 
 
 def _check_architecture(
-    base: Any, tensors: Mapping[str, TensorInfo], checkpoint: Checkpoint, findings: Findings
+    loaded: Loaded | str, tensors: Mapping[str, TensorInfo], checkpoint: Checkpoint, findings: Findings
 ) -> list[Fault]:
     """The base model's tensors against its architecture; what can't be compared is said, not passed over."""
-    faults, notes = compare_tensors(base, tensors)
-    if notes and isinstance(as_loaded(base, tensors), str):
+    faults, notes = compare_tensors(loaded, tensors)
+    if isinstance(loaded, str):
         findings.unchecked += notes
     else:
         findings.notes += notes
@@ -191,9 +192,9 @@ def _check_mixers(block: Mapping[str, Any], checkpoint: Checkpoint, findings: Fi
     return faults
 
 
-def _check_tied(base: Any, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> list[Fault]:
+def _check_tied(loaded: Loaded | str, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> list[Fault]:
     faults = []
-    for key, other in tied_twice(base, tensors):
+    for key, other in tied_twice(loaded):
         a, b = tensors[key], tensors[other]
         if a.bytes != b.bytes or not _equal_bytes(checkpoint.paths[a.file], a, checkpoint.paths[b.file], b):
             faults.append(Fault(a.file, key, f"differs from '{other}', to which config.json ties it"))

@@ -18,13 +18,14 @@ from .ops import (
     window_attention,
     window_attention_step,
 )
-from .state import LinearState, WindowState
+from .state import LinearState, WindowState, accumulate_dtype
 
 __all__ = [
     "Backend",
     "Choice",
     "LinearState",
     "WindowState",
+    "accumulate_dtype",
     "available",
     "choose",
     "linear_attention",

@@ -33,7 +33,7 @@ def run_packed(
     groups: dict[int, list[int]] = {}
     for i, (start, stop) in enumerate(pairwise(ends)):
         groups.setdefault((stop - start).bit_length(), []).append(i)
-    device = cu_seqlens.device
+    device = next(x.device for x in tensors.values() if x is not None)
     outs, places, states, rows = [], [], [], []
     for members in groups.values():
         stops = torch.tensor([ends[i + 1] for i in members], device=device)[:, None]

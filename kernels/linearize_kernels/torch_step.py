@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .state import NOTHING_SEEN, LinearState, WindowState, accumulate_dtype
+from .torch_window import Exact, combine
 
 
 def fold(
@@ -118,22 +119,16 @@ def window_attention_step(
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     top = scores.amax(-1).clamp_min(torch.finfo(dtype).min)
     weights = (scores - top[..., None]).exp()
-    near_num, near_den = (
-        torch.matmul(weights, values.to(dtype).transpose(1, 2)),
-        weights.sum(-1),
+    # One formula for both: what follows is `torch_window.combine` at T = 1.
+    exact = Exact(
+        torch.matmul(weights, values.to(dtype).transpose(1, 2))[:, :, None],
+        weights.sum(-1)[:, :, None],
+        top[:, :, None],
     )
     far_num, far_den = read(linear, phi_q[:, 0])
-    near = None if gamma is None else gamma.to(dtype).view(kv_heads, -1)
-    if log_q is not None or log_k is not None:
-        far_log = top if log_q is None else log_q[:, 0].to(dtype).unflatten(1, (kv_heads, -1))
-        far_log = far_log if log_k is None else far_log + linear.m[..., None]
-        most = torch.maximum(top, far_log)
-        near = (top - most).exp() if near is None else (top - most).exp() * near
-        far = (far_log - most).exp()
-        far_num, far_den = far_num * far[..., None], far_den * far
-    if near is not None:
-        near_num, near_den = near_num * near[..., None], near_den * near
-    out = (near_num + far_num) / (near_den + far_den).clamp_min(eps)[..., None]
+    old = (far_num[:, :, None], far_den[:, :, None], None if log_k is None else linear.m[..., None])
+    weight = None if gamma is None else gamma.to(dtype).unflatten(0, (kv_heads, 1, -1))
+    out = combine(exact, old, weight, log_q, dtype, eps)[:, :, 0]
     if mask is not None:
         out = out.masked_fill(~mask[..., None, None], 0)
     new = WindowState(*linear, ring_k, ring_v, ring_valid, sink_k, sink_v, age)

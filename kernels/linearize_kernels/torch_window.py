@@ -106,7 +106,7 @@ def window_attention(
         )
         linear = sums.state
         old = _as_exact(sums.num, sums.den, sums.m, first)
-        out = _combine(exact, old, weight, log_q, dtype, eps)
+        out = combine(exact, old, weight, log_q, dtype, eps)
     else:
         out = _ratio(*_weighted(exact, weight), eps)
     if mask is not None:  # a padded query still sees the real keys before it
@@ -133,7 +133,7 @@ def _ratio(num: Tensor, den: Tensor, eps: float) -> Tensor:
     return num / den.clamp_min(eps)[..., None]
 
 
-def _combine(
+def combine(
     exact: Exact,
     old: tuple[Tensor, Tensor, Tensor | None],
     weight: Tensor | None,

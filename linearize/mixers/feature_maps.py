@@ -12,6 +12,7 @@ kernel itself, so that a window hybrid can put both parts on one scale.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class Features(NamedTuple):
     log_scale: Tensor | None
 
 
-class FeatureMap(nn.Module):
+class FeatureMap(nn.Module, ABC):
     """Base of the maps that ship here: keeps the shape, gives draws that depend on the seed alone.
 
     `feature_dim` (F) must be set by the subclass. `absolute` says that `q` and `k` return log scales.
@@ -49,13 +50,13 @@ class FeatureMap(nn.Module):
         output = self.q(x) if side == "q" else self.k(x)
         return Features(output, None) if isinstance(output, Tensor) else Features(*output)
 
+    @abstractmethod
     def q(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Features of queries x (B, T, H, D)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def k(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Features of keys x (B, T, Hk, D)."""
-        raise NotImplementedError
 
 
 class Elu1(FeatureMap):

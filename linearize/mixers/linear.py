@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from linearize_kernels import LinearState, linear_attention
+from linearize_kernels import LinearState, accumulate_dtype, linear_attention
 from torch import Tensor, nn
 
 from linearize.errors import UsageError
@@ -23,12 +23,10 @@ def build_feature_map(
     cls = entry.load()
     if not issubclass(cls, FeatureMap):
         raise UsageError(f"feature map '{name}' is a {cls.__name__}, which doesn't derive from FeatureMap")
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise UsageError(f"feature map '{name}' ({cls.__name__}) doesn't define {' and '.join(missing)}")
     return cls(shape, generator=generator, **check_options("feature_map", name, entry, options))
-
-
-def accumulate_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of features, states and sums for inputs like x: float32, or float64 for float64 inputs."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class LinearMixer(nn.Module):

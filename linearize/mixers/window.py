@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from linearize_kernels import WindowState, window_attention
+from linearize_kernels import WindowState, accumulate_dtype, window_attention
 from torch import Tensor, nn
 
-from linearize.mixers.linear import State, accumulate_dtype, build_feature_map
+from linearize.mixers.linear import State, build_feature_map
 from linearize.mixers.registry import AttentionShape
 
 # sigmoid of these is the share gamma that the exact part starts with. Maps that estimate the softmax kernel itself

@@ -148,7 +148,9 @@ class _BodyHook:
         if position_ids is not None and cache is None and mask is None and not self._makes_cache(body, args, kwargs):
             context.cu_seqlens = _packed_bounds(position_ids, batch, length)  # pyright: ignore[reportCallIssue]
         given = get(args, kwargs, "cu_seq_lens_q")
-        context.cu_seqlens = context.cu_seqlens if given is None else given
+        if given is not None:
+            # The ops look at the bounds in every layer: a GPU is waited for once, here.
+            context.cu_seqlens = given.cpu()
         forward_context.enter(context)
         return changed
 
@@ -172,7 +174,8 @@ def _new_columns(x: Tensor, seen: int | Tensor, length: int) -> Tensor:
     Raises:
         ValueError: if x doesn't cover them.
     """
-    if isinstance(seen, Tensor) and torch.compiler.is_compiling():
+    if isinstance(seen, Tensor) and (torch.compiler.is_compiling() or seen.device.type != "cpu"):
+        # Asking a GPU for the number would wait for it at every decoded token.
         return x.index_select(1, torch.arange(length, device=x.device) + seen.to(x.device))
     seen = int(seen)
     if x.shape[1] < seen + length:
@@ -183,17 +186,17 @@ def _new_columns(x: Tensor, seen: int | Tensor, length: int) -> Tensor:
 
 
 @torch.compiler.disable
-def _packed_bounds(position_ids: Tensor | None, batch: int, length: int) -> Tensor | None:
+def _packed_bounds(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
     """Bounds (N + 1,) of packed sequences, told by positions that start again; None if there is one per row.
 
     For calls without mask and cache, as transformers itself does. What it returns depends on values, so it stays
     outside of compiled graphs; calls without explicit positions never get here.
     """
-    if position_ids is None or position_ids.dim() != 2 or length == 1:
+    if position_ids.dim() != 2 or length == 1:
         return None
     starts = torch.ones(batch, length, dtype=torch.bool, device=position_ids.device)
     starts[:, 1:] = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
     if not bool(starts[:, 1:].any()):
         return None
-    bounds = starts.flatten().nonzero().flatten()
+    bounds = starts.flatten().cpu().nonzero().flatten()
     return torch.cat([bounds, bounds.new_tensor([batch * length])])

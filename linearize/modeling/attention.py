@@ -69,7 +69,7 @@ def attention_forward(
         if context.cu_seqlens is not None:
             if slot is not None:
                 raise RuntimeError("packed sequences can't fill a cache: pass use_cache=False")
-            out = _packed(mixer, q, k, v, context.cu_seqlens.to(q.device), inputs)
+            out = _packed(mixer, q, k, v, context.cu_seqlens, inputs)
             _check_finite(out, module)
             return out, None
         before = None if slot is None else slot.state

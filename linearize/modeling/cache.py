@@ -77,7 +77,7 @@ class LinearStateLayer(CacheLayerMixin):
             return self.max_cache_len
         return self.sliding_window if self.sliding_window is not None else -1
 
-    get_max_cache_shape = get_max_length  # the name before transformers 5.20
+    get_max_cache_shape = get_max_length  # the older name
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """(kv_length, kv_offset) that the replaced layer would have given."""

@@ -56,7 +56,7 @@ class LinearizedModelMixin(_NoCopiedCode):
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         from linearize.modeling.attach import attach
 
-        attach(self, checked_block(config))  # pyright: ignore[reportArgumentType]
+        attach(self, checked_block(config.model_type, getattr(config, BLOCK, None)))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -132,11 +132,10 @@ def _some(keys: list[str]) -> str:
     return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
-def checked_block(config: Any) -> dict[str, Any]:
-    """The config's `linearize` block; raises `ModelError` if it is absent or of a version that isn't known here."""
-    block = getattr(config, BLOCK, None)
+def checked_block(model_type: Any, block: Any) -> dict[str, Any]:
+    """A config's `linearize` block; raises `ModelError` if it is absent or of a version that isn't known here."""
     if not isinstance(block, dict) or "layers" not in block:
-        raise ModelError(f"config.json has model_type '{config.model_type}' but no '{BLOCK}' block with its layers")
+        raise ModelError(f"config.json has model_type '{model_type}' but no '{BLOCK}' block with its layers")
     if block.get("version") != BLOCK_VERSION:
         raise ModelError(
             f"config.json's '{BLOCK}' block has version {block.get('version')}, and this linearize "

@@ -40,7 +40,7 @@ PLAIN_SLOTS = tuple(
 
 
 def query_length(query: int | Tensor) -> int:
-    """What `get_mask_sizes` is asked about: a length, or (before 5.3) the positions of the new tokens."""
+    """What `get_mask_sizes` is asked about: a length, or (5.2 and older) the positions of the new tokens."""
     return query.shape[0] if isinstance(query, Tensor) and query.dim() else int(query)
 
 
@@ -93,7 +93,7 @@ def alias_tokenizer(base: str, alias: str, base_config: type, config: type) -> N
 
 @contextmanager
 def meta_autocast() -> Iterator[None]:
-    """Let models run on the meta device: transformers before 5.3 asks torch whether autocast is on for the device of a
+    """Let models run on the meta device: transformers up to 5.2 asks torch whether autocast is on for the device of a
     tensor, and torch doesn't know meta."""
 
     def is_enabled(device_type: str | None = None) -> bool:

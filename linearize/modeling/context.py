@@ -33,7 +33,7 @@ class ForwardContext:
         per_layer_mask: whether the mask came in another form (4-D, or a dict of them), so that each layer must read
             its own.
         position_ids: (B or 1, T), or None.
-        cu_seqlens: (N + 1,) bounds of sequences packed into B * T tokens, or None.
+        cu_seqlens: (N + 1,) bounds of sequences packed into B * T tokens, on the CPU; or None.
         hidden_states: (B, T, hidden) input of the attention module that is running.
         slot: where that module's state lives, or None without a cache.
         owner: the hook that entered it, which also ends it.

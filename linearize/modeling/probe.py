@@ -11,7 +11,8 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from linearize.errors import ModelError
+from linearize.errors import ModelError, first_line
 from linearize.mixers.registry import AttentionShape
 from linearize.modeling import compat
 
@@ -74,9 +75,8 @@ class Probe:
     layers: tuple[ProbedLayer, ...]
 
 
-@dataclass
-class _Notes:
-    calls: list[tuple[nn.Module, Tensor, Tensor, Tensor, float | None, dict[str, Any]]] = field(default_factory=list)
+# The attention calls that the probe of this thread has seen.
+_calls: ContextVar[list[tuple]] = ContextVar("linearize_probe_calls")
 
 
 def probe(config: PreTrainedConfig) -> Probe:
@@ -94,14 +94,6 @@ def probe(config: PreTrainedConfig) -> Probe:
         reason = layers[0].refusal if layers else "its attention isn't over tokens"
         raise ModelError(f"model type '{config.model_type}' has no attention layer to convert: {reason}")
     return Probe(config.model_type, type(model).__name__, num_layers, layers)
-
-
-def expected_tensors(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the state dict that the model of `config` has, without tied names and buffers that are
-    not saved."""
-    model = _meta_model(config)
-    tied = set(model.all_tied_weights_keys or {})
-    return {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
 
 
 def _meta_model(config: PreTrainedConfig) -> Any:
@@ -130,7 +122,7 @@ def _meta_model(config: PreTrainedConfig) -> Any:
             if PROBE in str(error):
                 raise ModelError(_OWN_ATTENTION.format(model_type)) from error
             raise ModelError(
-                f"model type '{model_type}' can't be built from its config ({_first_line(error)})"
+                f"model type '{model_type}' can't be built from its config ({first_line(error)})"
             ) from error
 
 
@@ -145,13 +137,9 @@ def _record(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of the probe: takes notes, gives an output of the right shape."""
-    assert _notes is not None
-    _notes.calls.append((module, query, key, value, scaling, kwargs))
+    _calls.get().append((module, query, key, value, scaling, kwargs))
     batch, heads, length, _ = query.shape
     return query.new_zeros(batch, length, heads, value.shape[-1]), None
-
-
-_notes: _Notes | None = None
 
 
 class _MadeUpValues(TorchFunctionMode):
@@ -203,18 +191,17 @@ def _run(model: Any, model_type: str) -> tuple[list[tuple], Any]:
             return calls, compat.cache_of(output)
     raise ModelError(
         f"model type '{model_type}' can't be run without weights, so its attention can't be learned "
-        f"({type(failures[0]).__name__}: {_first_line(failures[0])})"
+        f"({type(failures[0]).__name__}: {first_line(failures[0])})"
     ) from failures[0]
 
 
 def _noting(forward: Callable[[], Any]) -> tuple[list[tuple], Any]:
-    global _notes
-    notes = _notes = _Notes()
+    token = _calls.set([])
     try:
         output = forward()
+        return _calls.get(), output
     finally:
-        _notes = None
-    return notes.calls, output
+        _calls.reset(token)
 
 
 def _describe(calls: list[tuple], cache: Any, names: dict[int, str], config: Any) -> tuple[ProbedLayer, ...]:
@@ -282,7 +269,3 @@ def _left_out(kwargs: dict[str, Any]) -> tuple[str, ...]:
         if isinstance(value, Tensor) and name not in CONTEXT_ARGUMENTS:
             notes.append(f"{LEFT_OUT.get(name, f'the argument {name}')} is left out")
     return tuple(notes)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ from transformers import (
 
 from linearize.errors import ModelError
 from linearize.mixers.registry import AttentionShape
-from linearize.modeling.probe import expected_tensors, probe
+from linearize.modeling.probe import probe
 from tests.families import tiny_config
 
 
@@ -81,12 +81,3 @@ def test_what_cannot_be_converted_says_why(config, reason):
 def test_a_module_that_calls_attention_twice_is_refused():
     with pytest.raises(ModelError, match="more than once per forward"):
         probe(tiny_config("diffllama"))
-
-
-def test_expected_tensors_leave_out_tied_names():
-    tied, untied = (
-        expected_tensors(LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, tie_word_embeddings=t))
-        for t in (True, False)
-    )
-    assert set(untied) - set(tied) == {"lm_head.weight"}
-    assert untied["model.layers.0.self_attn.q_proj.weight"] == (32, 32)
