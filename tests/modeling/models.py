@@ -9,6 +9,11 @@ import linearize
 
 VOCAB = 96
 
+# fp32 sums in another order: benchmarks/exactness.py sees errors up to 8e-6, of logits up to 5.
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+
+GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+
 
 def tiny_llama(layers: int = 3, seed: int = 0, **config) -> LlamaForCausalLM:
     """A Llama whose head_dim isn't hidden/heads, with GQA and q, k, v, o biases."""
@@ -70,3 +75,12 @@ def converted(recipe: str = "window-hedgehog", **config):
 def tokens(batch: int, length: int, seed: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (batch, length), generator=generator)
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def greedy(model, ids, **kwargs):
+    return model.generate(ids, **{**GREEDY, **kwargs}).tolist()

@@ -178,3 +178,17 @@ def test_window_with_favor_estimates_full_softmax():
 def test_wrong_options_are_named(name, options, message):
     with pytest.raises(UsageError, match=message):
         build_feature_map(name, options, SHAPE, None)
+
+
+def test_a_map_that_is_no_feature_map_or_lacks_a_method_is_named(monkeypatch):
+    from linearize.mixers import feature_maps
+    from linearize.mixers.registry import Entry
+
+    class OnlyQueries(feature_maps.FeatureMap):
+        def q(self, x):
+            return x
+
+    for target, message in ((OnlyQueries, "doesn't define k"), (torch.nn.Linear, "doesn't derive from FeatureMap")):
+        monkeypatch.setitem(FEATURE_MAPS, "mine", Entry(target, "none", ""))
+        with pytest.raises(UsageError, match=message):
+            build_feature_map("mine", {}, SHAPE, None)
