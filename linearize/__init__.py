@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from linearize.inspection import inspect
     from linearize.live import linearize_, load
     from linearize.mixers.registry import register_feature_map, register_mixer
+    from linearize.modeling.bypass import ablate, bypass
     from linearize.recipe import Recipe, load_recipe
     from linearize.verification import verify
 
 _PUBLIC = {
     "Recipe": "linearize.recipe",
+    "ablate": "linearize.modeling.bypass",
+    "bypass": "linearize.modeling.bypass",
     "convert": "linearize.conversion",
     "inspect": "linearize.inspection",
     "linearize_": "linearize.live",
@@ -35,6 +38,8 @@ _PUBLIC = {
 __all__ = [
     "Recipe",
     "__version__",
+    "ablate",
+    "bypass",
     "convert",
     "inspect",
     "linearize_",

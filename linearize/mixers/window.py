@@ -32,6 +32,8 @@ class WindowMixer(nn.Module):
     """
 
     layer_type = "hybrid_sliding"
+    branches = ("linear", "window")
+    ablated: str | None = None  # the branch that gives nothing, set by `linearize.ablate`
 
     def __init__(
         self,
@@ -70,15 +72,18 @@ class WindowMixer(nn.Module):
         previous = None if state is None else WindowState(**state)
         phi_q = self.feature_map(q.to(dtype), "q")
         phi_k = self.feature_map(self._leaving_keys(k, previous, cu_seqlens).to(dtype), "k")
+        gamma = torch.sigmoid(self.gate.to(dtype))
+        # Where a key in the window would have outweighed them, the linear sums that are left are far below 1.
+        floor: dict[str, Any] = {"eps": 1e-30} if self.ablated == "window" else {}
         result = window_attention(
             q,
             k,
             v,
             phi_q.phi,
-            phi_k.phi,
+            torch.zeros_like(phi_k.phi) if self.ablated == "linear" else phi_k.phi,
             window=self.window,
             sinks=self.sinks,
-            gamma=torch.sigmoid(self.gate.to(dtype)),
+            gamma=torch.zeros_like(gamma) if self.ablated == "window" else gamma,
             scale=self.scaling,
             softcap=self.softcap,
             log_q=phi_q.log_scale,
@@ -87,6 +92,7 @@ class WindowMixer(nn.Module):
             return_state=return_state,
             cu_seqlens=cu_seqlens,
             mask=mask,
+            **floor,
         )
         out, after = result if return_state else (result, None)
         # Offloaded weights are on meta by now, and aren't trained.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,22 @@ from linearize.modeling.cache import adopt
 from linearize.modeling.compat import CACHE_NAMES, HIDDEN_NAMES
 from linearize.modeling.context import ForwardContext
 
+SWITCH = "_linearize_switch"
+
+
+@dataclass
+class Switch:
+    """Whether the mixers of one model are bypassed, and what runs in their place then (see `bypass`).
+
+    Attributes:
+        softmax: the attention implementation that the model had.
+        configs: the config that each converted attention module had, by the module's name.
+    """
+
+    softmax: str | None
+    configs: dict[str, Any] = field(default_factory=dict)
+    bypassed: bool = False
+
 
 def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
     """Put the mixers that `block` (the config's `linearize` block) describes on `model`, in place.
@@ -37,6 +54,8 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
     seed = block.get("recipe", {}).get("seed", 0)
     converted = [layer for layer in block["layers"] if layer.get("mixer")]
     modules = dict(model.named_modules())
+    switch = Switch(model.config._attn_implementation_internal)
+    vars(model)[SWITCH] = switch
     for layer in converted:
         module = modules.get(layer["module"])
         if module is None:
@@ -50,12 +69,13 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
             except NotRegistered as error:
                 raise error.in_checkpoint() from None
         module.add_module("linearize", mixer)
+        switch.configs[layer["module"]] = module.config
         private: Any = copy.copy(module.config)
         private._attn_implementation_internal = attention.IMPLEMENTATION
         module.config = private
-        module.register_forward_pre_hook(_AttentionHook(module), with_kwargs=True)
+        module.register_forward_pre_hook(_AttentionHook(module, switch), with_kwargs=True)
     body = _body(model, [layer["module"] for layer in converted])
-    hook = _BodyHook(body)
+    hook = _BodyHook(body, switch)
     body.register_forward_pre_hook(hook, with_kwargs=True)
     body.register_forward_hook(hook.leave, always_call=True)
     if len(converted) == len(block["layers"]):
@@ -103,12 +123,13 @@ class _Arguments:
 class _AttentionHook:
     """Before a converted attention module runs: its hidden states and its cache slot, for the attention function."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, switch: Switch) -> None:
         self.arguments = _Arguments(module)
+        self.switch = switch
 
     def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         context = forward_context.current()
-        if context is None:
+        if context is None or self.switch.bypassed:
             return  # the attention function refuses with the reason
         context.hidden_states = self.arguments.get(args, kwargs, *HIDDEN_NAMES)
         if context.hidden_states is None and args:
@@ -120,14 +141,15 @@ class _AttentionHook:
 class _BodyHook:
     """Before the decoder body runs: the padding mask in 2-D, positions, packed-sequence bounds."""
 
-    def __init__(self, body: nn.Module) -> None:
+    def __init__(self, body: nn.Module, switch: Switch) -> None:
         self.arguments = _Arguments(body)
+        self.switch = switch
 
     def __call__(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         get = self.arguments.get
         tokens = get(args, kwargs, "input_ids", "inputs_embeds")
-        if tokens is None:
-            return None  # the body says what is missing
+        if tokens is None or self.switch.bypassed:
+            return None  # without tokens, the body says what is missing
         batch, length = tokens.shape[:2]
         mask, position_ids = get(args, kwargs, "attention_mask"), get(args, kwargs, "position_ids")
         cache = get(args, kwargs, *CACHE_NAMES)

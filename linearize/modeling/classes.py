@@ -104,7 +104,7 @@ class LinearizedModelMixin(_NoCopiedCode):
             generation_config, model_kwargs, *args, **kwargs
         )
         cache = cache_of(model_kwargs)
-        if cache is not None:
+        if cache is not None and not self._linearize_switch.bypassed:  # pyright: ignore[reportAttributeAccessIssue]
             # Now rather than at the first forward: recording for assisted decoding is switched on in between.
             mode = args[0] if args else kwargs.get("generation_mode")
             assisted = getattr(mode, "value", "") == "assisted_generation"

@@ -1,0 +1,93 @@
+"""The teacher inside a converted model, and mixers without one of their branches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import linearize
+from linearize.mixers import build_mixer
+from linearize.mixers.registry import AttentionShape
+from tests.modeling.models import RECIPES, greedy, logits, tiny_llama, tokens
+
+PADDED = torch.ones(2, 40, dtype=torch.long)
+PADDED[0, :17] = 0
+
+
+def tiny_gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=96, n_embd=32, n_head=4, n_layer=2, n_positions=128, bos_token_id=1, eos_token_id=2)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("base", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("recipe", ["favor", "window-hedgehog"])
+def test_bypassed_is_the_base_model_bit_for_bit(base, implementation, recipe):
+    plain = base()
+    plain.set_attn_implementation(implementation)
+    student = linearize.linearize_(copy.deepcopy(plain), RECIPES[recipe])
+    ids = tokens(2, 40)
+    before = logits(student, ids, attention_mask=PADDED)
+    with linearize.bypass(student) as teacher:
+        assert torch.equal(logits(teacher, ids), logits(plain, ids))
+        assert torch.equal(logits(teacher, ids, attention_mask=PADDED), logits(plain, ids, attention_mask=PADDED))
+        assert greedy(teacher, ids, attention_mask=PADDED) == greedy(plain, ids, attention_mask=PADDED)
+        with pytest.raises(linearize.errors.UsageError, match="already"), linearize.bypass(student):
+            pass
+    assert torch.equal(logits(student, ids, attention_mask=PADDED), before)
+    assert not torch.allclose(before, logits(plain, ids, attention_mask=PADDED))
+
+
+def test_an_error_inside_ends_the_bypass():
+    student = linearize.linearize_(tiny_llama(), RECIPES["favor"])
+    ids = tokens(1, 20)
+    before = logits(student, ids)
+    with pytest.raises(KeyError), linearize.bypass(student):
+        raise KeyError
+    assert torch.equal(logits(student, ids), before)
+
+
+@pytest.mark.parametrize("act", [linearize.bypass, lambda model: linearize.ablate(model, "linear")])
+def test_a_model_that_is_not_converted_is_refused(act):
+    with pytest.raises(linearize.errors.UsageError, match="isn't converted"), act(tiny_llama()):
+        pass
+
+
+def test_a_mixer_with_one_branch_has_nothing_to_ablate():
+    student = linearize.linearize_(tiny_llama(), RECIPES["favor"])
+    with pytest.raises(linearize.errors.UsageError, match="'linear' branch"), linearize.ablate(student, "linear"):
+        pass
+
+
+@pytest.mark.parametrize("feature_map", ["favor", "hedgehog", "elu1"])
+@pytest.mark.parametrize("branch", ["linear", "window"])
+def test_what_an_ablated_mixer_leaves(branch, feature_map):
+    """Against sums written out: softmax over the window and the sinks, or linear attention over what is older."""
+    window, sinks, length, scale = 5, 2, 20, 0.35
+    shape = AttentionShape(1, 1, 8, 8, hidden_size=8, scaling=scale)
+    spec = {"name": "window", "feature_map": feature_map, "window": window, "sinks": sinks}
+    mixer = build_mixer(spec, shape, layer=0, seed=0)
+    # Keys alike the newest queries: the exact part outweighs the linear one by many orders.
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, length, 1, 8) * factor for factor in (4, 4, 1))
+    mixer.ablated = branch
+    with torch.no_grad():
+        out = mixer(q, k, v)[0][0, :, 0].double()
+        fq, fk = mixer.feature_map(q, "q"), mixer.feature_map(k, "k")
+    phi_q, phi_k = fq.phi[0, :, 0].double(), fk.phi[0, :, 0].double()
+    logs = torch.zeros(length).double() if fk.log_scale is None else fk.log_scale[0, :, 0].double()
+    for t in range(length):
+        near = [j for j in range(t + 1) if j > t - window or j < sinks]
+        old = [j for j in range(t + 1) if j not in near]
+        if branch == "linear":
+            weights = {j: float(torch.exp(scale * q[0, t, 0].double() @ k[0, j, 0].double())) for j in near}
+        else:
+            top = max((float(logs[j]) for j in old), default=0.0)
+            weights = {j: float(phi_q[t] @ phi_k[j] * torch.exp(logs[j] - top)) for j in old}
+        expected = sum((w * v[0, j, 0].double() for j, w in weights.items()), torch.zeros(8).double())
+        expected = expected / sum(weights.values()) if weights else expected
+        torch.testing.assert_close(out[t], expected, atol=2e-3, rtol=2e-3, msg=f"token {t}")
