@@ -46,15 +46,17 @@ def describe(source: Source, dtype: str | None = None) -> Source:
     return replace(source, config=config, loaded_bytes=size, loaded_parameters=count, notes=tuple(notes))
 
 
-def dequantise(source: Source, folder: Path, dtype: str | None = None) -> Source:
-    """Load a GGUF model, save it clean (weights, config, tokenizer) into `folder`, and return that as a
-    source.
+def load_gguf(source: Source, **kwargs: Any) -> tuple[Any, list[str]]:
+    """The dequantised model of a GGUF file, and notes on what the file holds beyond it.
+
+    Args:
+        source: of origin "gguf".
+        kwargs: of `from_pretrained`, for instance `dtype`.
 
     Raises:
         ModelError: transformers can't read the file, or it lacks tensors of its architecture.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     path = _path(source)
     with _model_errors(path):
@@ -62,16 +64,30 @@ def dequantise(source: Source, folder: Path, dtype: str | None = None) -> Source
             path.parent,
             gguf_file=path.name,
             quantization_config=GgufConfig(dequantize=True),
-            dtype=getattr(torch, dtype or "float32"),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are in the report, by name
+            **kwargs,
         )
         model, report = loaded
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError("transformers kept it quantized")
-    notes = _check_report(report, model, path)
+    return model, _check_report(report, model, path)
+
+
+def dequantise(source: Source, folder: Path, dtype: str | None = None) -> Source:
+    """Load a GGUF model, save it clean (weights, config, tokenizer) into `folder`, and return that as a
+    source.
+
+    Raises:
+        ModelError: as `load_gguf`.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    path = _path(source)
+    model, notes = load_gguf(source, dtype=getattr(torch, dtype or "float32"))
     model.save_pretrained(folder)
-    del model, loaded
+    del model
     for shard in folder.glob("*.safetensors"):  # safetensors lets only their owner read them
         shard.chmod((folder / "config.json").stat().st_mode)
     notes.insert(0, f"dequantised from {path.name} to {dtype or 'float32'}")

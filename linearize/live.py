@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.errors import ModelError
+from linearize.errors import ModelError, first_line
+from linearize.source import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,8 +76,40 @@ def _remember_context(model: Any) -> None:
             module._gradient_checkpointing_func = remembering(module._gradient_checkpointing_func)
 
 
-def load(path: str | Path, **kwargs: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained` for converted checkpoints; `kwargs` are its own."""
+def load(model: str | Path, *, revision: str | None = None, **kwargs: Any) -> Any:
+    """A causal LM, converted or not, from a folder, a Hub id or a GGUF file (which is dequantised).
+
+    `kwargs` are those of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        UsageError, ModelError, NetworkError: as `inspect` does.
+    """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(str(path), **kwargs)
+    source = resolve(model, revision=revision, allow_converted=True)
+    if source.gguf:
+        from linearize.gguf import describe, load_gguf
+
+        return load_gguf(describe(source), **kwargs)[0]
+    return AutoModelForCausalLM.from_pretrained(source.folder, **kwargs)
+
+
+def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
+    """The tokenizer that belongs to a model, wherever `load` takes it from.
+
+    Raises:
+        ModelError: if there is none, or it can't be read.
+        UsageError, NetworkError: as `inspect` does.
+    """
+    from transformers import AutoTokenizer
+
+    source = resolve(model, revision=revision, allow_converted=True)
+    options = {"gguf_file": source.gguf.name} if source.gguf else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)
+    except Exception as error:
+        what = f"{model} has no tokenizer that transformers can read ({first_line(error)})"
+        raise ModelError(what, "Copy the original model's tokenizer files into its folder") from error
+    if not len(tokenizer):
+        raise ModelError(f"the tokenizer of {model} has no tokens", "Copy the original model's tokenizer files")
+    return tokenizer
