@@ -1,1 +1,1 @@
-"""The place of recall evaluation, which is not written yet: see the README for what exists."""
+"""Recall evaluation: what a converted model can no longer recall, measured beside its teacher."""
