@@ -1,0 +1,217 @@
+"""The report: whole, self-contained, safe to open, and there for a run of any shape."""
+
+from __future__ import annotations
+
+import copy
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from linearize_evals.compare import compare
+from linearize_evals.report import write_report
+
+from tests.evals.results_example import answer, example_results
+
+ROOT = Path(__file__).resolve().parents[2]
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text; fails on tags that don't match."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert len(attrs) == len(dict(attrs)), f"<{tag}> has an attribute twice"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return example_results()
+
+
+@pytest.fixture(scope="module")
+def written(results, tmp_path_factory):
+    return write_report(results, tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return Page(written[0])
+
+
+def report_of(results: dict[str, Any], folder: Path, **changes: Any) -> tuple[Page, list[Path]]:
+    made = copy.deepcopy(results)
+    for path, value in changes.items():
+        made[path] = value
+    files = write_report(made, folder)
+    return Page(files[0]), files
+
+
+def test_everything_is_written_and_small(written):
+    assert written[0].name == "report.html"
+    assert written[0].stat().st_size < 1_500_000
+    names = {path.name for path in written[1:]}
+    for task in ("linearize_niah_single_teacher", "linearize_niah_single_difference", "linearize_mqar_lines_pairs"):
+        assert {f"{task}.svg", f"{task}.png"} <= names
+    assert {"linearize_mqar_lines_distance.svg", "linearize_ar_text_position.svg", "cache.svg"} <= names
+    assert {path.name for path in written[1].parent.iterdir()} == names  # nothing half-written is left
+    for path in written:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+
+
+def test_nothing_is_fetched(page):
+    for tag, attributes in page.tags:
+        assert tag not in {"script", "link", "iframe", "object", "img"}
+        for name, value in attributes.items():
+            if not name.startswith("xmlns"):
+                assert "//" not in (value or ""), (tag, name)
+    assert not re.search(r"url\(\s*['\"]?(?!#)|@import", page.source)
+
+
+def test_ids_are_unique_and_every_reference_has_its_own(page):
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 50
+    used = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)|aria-labelledby="([^"]+)"', page.source)
+    assert used
+    assert {name for groups in used for name in groups if name} <= set(ids)
+
+
+def test_the_page_can_be_read_aloud(page):
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("title")) >= 1
+    assert {th.get("scope") for th in page.all("th")} == {"col", "row"}
+    drawings = page.all("svg")
+    assert len(drawings) > 8
+    assert all(svg["role"] == "img" and svg["aria-label"] for svg in drawings)
+    assert len({svg["aria-label"] for svg in drawings}) == len(drawings)
+
+
+def test_the_figures_of_the_results_are_on_the_page(page, results):
+    for sentence in results["findings"]:
+        assert sentence.replace("\u00a0", " ") in page.text.replace("\u00a0", " ")
+    kept = results["tasks"]["linearize_mqar_lines"]["retention"]
+    assert f"{kept['value']:.3f} [{kept['low']:.3f}, {kept['high']:.3f}]" in page.text
+    assert "A 93 %" in page.text
+    assert [td.get("class") for td in page.all("td")].count("weak") == 2
+    assert page.text.count("teacher too weak") > 10  # in the table and in the cells of the heat map
+    assert "window of 64 tokens" in page.text
+    for words in (
+        "SmolLM2-135M-Instruct",
+        "28 x window 64 + favor, 2 softmax",
+        "5.24.0",
+        "360.00 MiB",
+        "student / teacher",
+    ):
+        assert words in page.text
+
+
+def test_names_from_outside_are_text(results, tmp_path):
+    evil = "<script>alert(1)</script>\"'&"
+    models = copy.deepcopy(results["models"])
+    models["student"]["name"] = models["teacher"]["mixers"] = evil
+    scores = {evil: {"teacher": {evil: 1.0}, "student": {evil: evil}}}
+    more = {"settings": {evil: evil}, "versions": {evil: evil}, "findings": [evil], "lm_eval": scores}
+    tasks = {f"{evil}$x_1$": results["tasks"]["linearize_niah_single"]}
+    page, files = report_of(results, tmp_path, models=models, tasks=tasks, **more)
+    assert page.all("script") == []
+    assert evil in page.text
+    assert f"{evil}$x_1$: accuracy by distance" in page.text
+    assert all(path.parent == tmp_path / "figures" for path in files[1:])
+    for path in files:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+
+
+def test_the_same_results_give_the_same_bytes(results, written, tmp_path):
+    again = write_report(copy.deepcopy(results), tmp_path)
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+
+
+def test_without_a_teacher_there_are_no_columns_of_it(tmp_path):
+    page, files = report_of(example_results(teacher=False), tmp_path)
+    assert not any("teacher" in path.name or "difference" in path.name for path in files)
+    assert "No teacher was run" in page.text
+    tables = page.text.split("Accuracy of recall")[1].split("Other tasks")[0]
+    assert "student" in tables
+    for word in ("teacher", "retention", "p "):
+        assert f" {word}" not in tables
+
+
+def test_one_task_of_one_cell(results, tmp_path):
+    one = [answer(number, correct=number > 0) for number in range(3)]
+    models = {"teacher": {"name": "t", "cache": []}, "student": {"name": "s", "window": None, "cache": []}}
+    more = {"models": models, "ablations": None, "lm_eval": {}, "findings": []}
+    page, files = report_of(results, tmp_path, **compare(one, one), **more)
+    assert len(files) == 1
+    assert "niah_single" in page.text
+    for title in ("Perplexity", "Memory", "Without a branch", "Other tasks"):
+        assert title not in page.words
+
+
+def test_no_answers_at_all(results, tmp_path):
+    page, _ = report_of(results, tmp_path, tasks={}, text={}, ablations=None, lm_eval={})
+    assert "Recall" not in page.words
+
+
+def test_pairs_and_lengths_together_are_a_heat_map(results, tmp_path):
+    grid = [
+        answer(f"{length}/{pairs}", length=length, pairs=pairs, distance=d)
+        for length in (64, 128)
+        for pairs in (4, 8)
+        for d in (10,)
+    ]
+    _, files = report_of(results, tmp_path, **compare(grid, grid) | {"text": {}})
+    assert "linearize_niah_single_difference.svg" in {path.name for path in files}
+
+
+NAMED = {"tasks", "text", "lm_eval", "linear", "window", "by_label"}  # mappings whose keys are names of the run's own
+FREE = {"versions", "settings", "seconds"}
+
+
+def fields(value: Any, name: str = "") -> set[str]:
+    """The names of all fields under a value."""
+    if isinstance(value, list):
+        return {field for entry in value for field in fields(entry)}
+    if not isinstance(value, dict) or name in FREE:
+        return set()
+    if name in NAMED:
+        return {field for entry in value.values() for field in fields(entry)}
+    return value.keys() | {field for key, entry in value.items() for field in fields(entry, key)}
+
+
+def test_the_documentation_lists_every_field(results):
+    listed = set(re.findall(r"`([^`]+)`", (ROOT / "docs/results.md").read_text(encoding="utf-8")))
+    metrics = {"acc", "acc_norm"}
+    assert fields(results) - metrics - listed == set()
