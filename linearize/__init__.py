@@ -13,22 +13,27 @@ __version__ = "0.1.0"
 from linearize.modeling import registration as _registration
 
 if TYPE_CHECKING:
+    from linearize_evals.run import evaluate
+
     from linearize.conversion import convert
     from linearize.inspection import inspect
-    from linearize.live import linearize_, load
+    from linearize.live import linearize_, load, load_tokenizer
     from linearize.mixers.registry import register_feature_map, register_mixer
-    from linearize.modeling.bypass import ablate, bypass
+    from linearize.modeling.bypass import ablate, branches, bypass
     from linearize.recipe import Recipe, load_recipe
     from linearize.verification import verify
 
 _PUBLIC = {
     "Recipe": "linearize.recipe",
     "ablate": "linearize.modeling.bypass",
+    "branches": "linearize.modeling.bypass",
     "bypass": "linearize.modeling.bypass",
     "convert": "linearize.conversion",
+    "evaluate": "linearize_evals.run",
     "inspect": "linearize.inspection",
     "linearize_": "linearize.live",
     "load": "linearize.live",
+    "load_tokenizer": "linearize.live",
     "load_recipe": "linearize.recipe",
     "register_feature_map": "linearize.mixers.registry",
     "register_mixer": "linearize.mixers.registry",
@@ -39,12 +44,15 @@ __all__ = [
     "Recipe",
     "__version__",
     "ablate",
+    "branches",
     "bypass",
     "convert",
+    "evaluate",
     "inspect",
     "linearize_",
     "load",
     "load_recipe",
+    "load_tokenizer",
     "register_feature_map",
     "register_mixer",
     "verify",

@@ -35,8 +35,8 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A callback that draws bars on stderr, or None where stderr is no terminal."""
+def progress(unit: str = "bytes") -> Iterator[Callable[[str, int, int], None] | None]:
+    """A callback that draws bars on stderr, or None where stderr is no terminal; it counts bytes or something else."""
     if not sys.stderr.isatty():
         _silence_libraries()
         yield None
@@ -44,7 +44,8 @@ def progress() -> Iterator[Callable[[str, int, int], None] | None]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description:8}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    count = DownloadColumn() if unit == "bytes" else TextColumn(f"{{task.completed:,}}/{{task.total:,}} {unit}")
+    columns = (TextColumn("{task.description:14}", markup=False), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 

@@ -54,6 +54,11 @@ def bypass(model: Any) -> Iterator[Any]:
             module.config = own[name]
 
 
+def branches(model: Any) -> set[str]:
+    """The branches that `ablate` can take away from a model; none of one that isn't converted."""
+    return {branch for module in model.modules() for branch in getattr(type(module), "branches", ())}
+
+
 @contextmanager
 def ablate(model: Any, branch: str) -> Iterator[Any]:
     """Within the block, `branch` ("linear" or "window") of every mixer that has several gives nothing.
@@ -62,7 +67,7 @@ def ablate(model: Any, branch: str) -> Iterator[Any]:
     run as they are.
 
     Raises:
-        UsageError: if no mixer of the model has that branch beside another.
+        UsageError: if the model isn't converted, or no mixer of it has that branch beside another.
     """
     _owner(model)
     # Found by what they are, since PEFT may train copies of them.

@@ -1,0 +1,95 @@
+"""Models ready to be scored, and the checks that make two of them comparable."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import linearize
+from linearize.errors import UsageError
+
+# Text whose tokens tell tokenizers apart that have the same vocabulary: spaces, digits, case, other scripts.
+PROBE = "The code  is 1234567:\n\t'Été' naïve ÆØÅ 東京 don't -- x=3.14;"
+
+
+def check_tokenizers(teacher: Any, student: Any) -> None:
+    """Refuse two models that would be given different tokens for the same text.
+
+    Raises:
+        UsageError: if the vocabularies or the tokens of a sample differ.
+    """
+    why = ""
+    if teacher.get_vocab() != student.get_vocab():
+        why = f"their vocabularies differ ({len(teacher)} and {len(student)} tokens)"
+    elif teacher(PROBE).input_ids != student(PROBE).input_ids:
+        why = "they split the same text into different tokens"
+    if why:
+        raise UsageError(
+            f"teacher and student have different tokenizers: {why}", "Compare a student with the model it was made from"
+        )
+
+
+def choose_device(device: str | None) -> Any:
+    """The device to run on: what was asked for, this process's GPU, or the CPU.
+
+    Raises:
+        UsageError: if torch doesn't know or have it.
+    """
+    import torch
+    from accelerate import PartialState
+
+    if device is None:
+        return PartialState().device
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {device} can't be used here: {reason}", "Choose cpu, cuda or cuda:N") from None
+    return chosen
+
+
+def choose_dtype(dtype: str | None, device: Any) -> tuple[Any, str]:
+    """A torch dtype (or "auto", the checkpoint's own) and why it was chosen.
+
+    On a CPU the faster of float32 and bfloat16 is measured, since only some CPUs multiply bfloat16 matrices quickly.
+
+    Raises:
+        UsageError: for an unknown dtype.
+    """
+    import torch
+
+    if dtype is not None:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise UsageError(f"models can't run in '{dtype}' here", "Choose float32, bfloat16 or float16")
+        return getattr(torch, dtype), "asked for"
+    if device.type != "cpu":
+        return "auto", "the checkpoint's own"
+    ratio = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
+    best = torch.bfloat16 if ratio > 1 else torch.float32
+    return best, f"matrices are multiplied {max(ratio, 1 / ratio):.1f} x as fast as in the other on this CPU"
+
+
+def _matmul_seconds(dtype: Any) -> float:
+    """The shortest of three measurements, the first of which warms up."""
+    import torch
+
+    x = torch.randn(768, 768).to(dtype)
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        for _ in range(5):
+            torch.mm(x, x)
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+def load_model(name: str | Path, *, device: Any, dtype: Any, revision: str | None = None) -> Any:
+    """A model in evaluation mode on `device`.
+
+    Raises:
+        LinearizeError: as `linearize.load`.
+    """
+    model = linearize.load(name, revision=revision, dtype=dtype)
+    return model.to(device).eval()

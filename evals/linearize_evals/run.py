@@ -1,0 +1,260 @@
+"""`linearize eval`: teacher and student on the same documents, what was lost, and the report."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import linearize
+from linearize.errors import UsageError
+from linearize_evals.settings import RESULTS, RUN, Settings, cache_folder, check_folder, versions, write_json
+from linearize_evals.suites import chosen_tasks
+
+SCHEMA = 1
+SELF, NONE = "self", "none"
+ABLATION_SAMPLES = 1  # documents of each cell: whether a branch does anything shows in few
+
+Note = Callable[[str], None]
+
+
+def evaluate(
+    student: str | Path,
+    out: str | Path | None = None,
+    *,
+    teacher: str | Path | None = None,
+    suite: str = "quick",
+    tasks: Sequence[str] = (),
+    lengths: Sequence[int] | None = None,
+    depths: Sequence[float] | None = None,
+    pairs: Sequence[int] | None = None,
+    samples: int | None = None,
+    text: str | None = None,
+    haystack: str | None = None,
+    generate: bool | None = None,
+    ablate: bool = True,
+    limit: int | None = None,
+    seed: int = 0,
+    batch_size: int | str = "auto",
+    dtype: str | None = None,
+    device: str | None = None,
+    resume: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+    note: Note | None = None,
+) -> dict[str, Any]:
+    """Say what a converted model can no longer recall, and write it to a folder.
+
+    Args:
+        student: the model that is judged: a folder, Hub id or GGUF file.
+        out: folder for results.json, report.html, figures and samples; by default named after the student.
+        teacher: the model that it was made from, "self" for the student's own weights with the mixers bypassed, or
+            "none". By default "self", for a folder that is as `convert` wrote it.
+        suite: "quick", "recall" or "full".
+        tasks: names of tasks, ours or lm-eval's, instead of the suite's.
+        lengths, depths, pairs, samples: the grid, and documents in each cell, of every task of ours that has them.
+        text, haystack: other text for the text tasks, and filler for the needle tasks.
+        generate: generate answers as well; by default in the suite "full".
+        ablate: score the student without each branch of its mixers, too.
+        limit: documents of each of lm-eval's own tasks.
+        seed: of the documents.
+        batch_size: documents in a forward, or "auto".
+        dtype, device: what to run in, and on.
+        resume: go on with an interrupted run in `out`.
+        progress: called with (what, tokens done, tokens in all).
+        note: called with what a user should know before the end.
+
+    Returns:
+        What results.json holds (docs/results.md). In a run of several processes only in the first one, {} in others.
+
+    Raises:
+        LinearizeError: bad input, nothing comparable, or no resources; see its `exit_code`.
+    """
+    names = [task.strip() for task in tasks if task.strip()]
+    grid: dict[str, Any] = {"lengths": lengths, "depths": depths, "pairs": pairs, "samples": samples}
+    ours, others = chosen_tasks(suite, names, **grid)
+    if batch_size != "auto" and not (isinstance(batch_size, int) and batch_size > 0):
+        raise UsageError(f"the batch size can't be {batch_size!r}", "Use a whole number of at least 1, or auto")
+    compared = _teacher(student, teacher)
+    folder = Path(out) if out is not None else Path(f"{_basename(student)}-eval")
+    from linearize_evals.loading import choose_device, choose_dtype
+
+    place = choose_device(device)
+    chosen, because = choose_dtype(dtype, place)
+    settings = Settings(
+        student=str(student),
+        teacher=compared,
+        suite="" if names else suite,
+        tasks=ours,
+        lm_eval=tuple(others),
+        limit=limit,
+        seed=seed,
+        text=text,
+        haystack=haystack,
+        generate=suite == "full" if generate is None else generate,
+        ablate=ablate,
+        dtype=str(chosen).removeprefix("torch."),
+    )
+    check_folder(folder, settings.decisive(), resume=resume)
+    run = Run(settings, folder, place, chosen, batch_size, progress, note or (lambda text: None))
+    run.say(f"{settings.dtype} on {place.type}: {because}")
+    return run.all()
+
+
+def _teacher(student: str | Path, teacher: str | Path | None) -> str:
+    from linearize.target import is_as_converted
+
+    if teacher is not None:
+        return str(teacher)
+    if is_as_converted(Path(student)):
+        return SELF
+    raise UsageError(
+        f"{student} isn't a folder as `linearize convert` wrote it, so its teacher has to be named",
+        "Give --teacher MODEL, or --teacher none to judge the student alone",
+    )
+
+
+def _basename(model: str | Path) -> str:
+    return Path(os.path.abspath(model)).name.removesuffix(".gguf")
+
+
+@dataclass
+class Run:
+    """A run whose settings make sense; `all` carries it out."""
+
+    settings: Settings
+    folder: Path
+    device: Any
+    dtype: Any
+    batch_size: int | str
+    progress: Callable[[str, int, int], None] | None
+    note: Note
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+    def say(self, text: str) -> None:
+        self.notes.append(text)
+        self.note(text)
+
+    def all(self) -> dict[str, Any]:
+        from accelerate import PartialState
+
+        from linearize_evals import judging
+        from linearize_evals.loading import check_tokenizers
+
+        settings, begun = self.settings, time.perf_counter()
+        with judging.quiet_libraries():
+            tokenizer = linearize.load_tokenizer(settings.student)
+            if settings.teacher not in (SELF, NONE):
+                check_tokenizers(linearize.load_tokenizer(settings.teacher), tokenizer)
+            asked = judging.build_tasks(settings, tokenizer, tokenizer.name_or_path)
+            self.seconds["documents"] = time.perf_counter() - begun
+            main = PartialState().is_main_process
+            if main:
+                write_json(self.folder / RUN, settings.decisive())
+            found = self._score(tokenizer, asked)
+        if not main:
+            return {}
+        return self._results(found)
+
+    def _score(self, tokenizer: Any, asked: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """(samples of our tasks, lm-eval's results) of teacher, student, and student without a branch."""
+        from linearize_evals.loading import load_model
+
+        found: dict[str, Any] = {}
+
+        def score(role: str, model: Any, tasks: Any = asked) -> None:
+            found[role] = self._judge(role, model, tokenizer, tasks)
+
+        if self.settings.teacher not in (SELF, NONE):
+            model = load_model(self.settings.teacher, device=self.device, dtype=self.dtype)
+            score("teacher", model)
+            del model
+        model = load_model(self.settings.student, device=self.device, dtype=self.dtype)
+        if self.settings.teacher == SELF:
+            with linearize.bypass(model):
+                score("teacher", model)
+        score("student", model)
+        if self.settings.ablate:
+            self._ablate(model, tokenizer, score)
+        return found
+
+    def _judge(self, role: str, model: Any, tokenizer: Any, tasks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        from accelerate import PartialState
+
+        from linearize_evals.fingerprint import fingerprint
+        from linearize_evals.judging import judge
+        from linearize_evals.lm import RecallLM
+        from linearize_evals.store import Store
+
+        begun = time.perf_counter()
+        self._note_length(role, model, tasks)
+        identity = {
+            "role": role if self.settings.teacher == SELF or role not in ("teacher", "student") else "whole",
+            "fingerprint": self.fingerprints.setdefault(role, fingerprint(model)),
+            "dtype": self.settings.dtype,
+            "device": self.device.type,
+            "versions": versions(),
+        }
+        # A teacher is judged once for all its students; a student's scores stay with the run that they belong to.
+        store = Store(cache_folder() if role == "teacher" else self.folder / "scores", identity)
+        main = PartialState().is_main_process
+        lm = RecallLM(
+            model,
+            tokenizer,
+            batch_size=self.batch_size,
+            store=store,
+            progress=self.progress if main else None,
+            label=role,
+        )
+        whole = self.folder / role if main and role in ("teacher", "student") else None
+        outcome = judge(lm, tasks, limit=self.settings.limit, folder=whole)
+        self.seconds[role] = time.perf_counter() - begun
+        return outcome
+
+    def _note_length(self, role: str, model: Any, tasks: Any) -> None:
+        """Say so where documents are longer than the positions that a model was made for."""
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if role in ("teacher", "student") and most and tasks.longest > most:
+            self.say(
+                f"documents of up to {tasks.longest} tokens are longer than the {most} positions "
+                f"(max_position_embeddings) of the {role}: expect it to fail there"
+            )
+
+    def _ablate(self, model: Any, tokenizer: Any, score: Callable[..., None]) -> None:
+        from linearize_evals.ablation import BRANCHES
+        from linearize_evals.catalogue import FAMILIES
+        from linearize_evals.judging import Asked, our_tasks
+
+        recall = [name for name in self.settings.tasks if FAMILIES[name].kind == "recall"]
+        branches = [name for name in BRANCHES if name in linearize.branches(model)]
+        if not recall or not branches:
+            return
+        few = Asked(our_tasks(self.settings, tokenizer, names=recall, most=ABLATION_SAMPLES), [])
+        for branch in branches:
+            with linearize.ablate(model, branch):
+                score(f"without {branch}", model, few)
+
+    def _results(self, found: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+        """Compare, write results.json and the report, and return what the former holds."""
+        from linearize_evals.outcome import outcome
+        from linearize_evals.report import write_report
+
+        begun = time.perf_counter()
+        results = {
+            "schema": SCHEMA,
+            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "settings": self.settings.to_dict() | {"batch_size": self.batch_size, "device": str(self.device)},
+            **outcome(self.settings, found, self.fingerprints),
+            "notes": self.notes,
+        }
+        self.seconds["comparison"] = time.perf_counter() - begun
+        results["seconds"] = {name: round(value, 1) for name, value in self.seconds.items()}
+        write_json(self.folder / RESULTS, results)
+        write_report(results, self.folder)
+        return results | {"out": str(self.folder)}

@@ -1,0 +1,142 @@
+"""What a run was asked to do, and the folder that it writes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import ResourceError, UsageError
+from linearize_evals.catalogue import FAMILIES
+
+RUN = "run.json"
+RESULTS = "results.json"
+PACKAGES = ("linearize", "lm_eval", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the figures of a run depend on, besides the two models' weights.
+
+    Attributes:
+        student: the model that is judged, as the user named it.
+        teacher: the model that it is compared with; "self" for the student with its mixers bypassed, or "none".
+        suite: a name of `suites.SUITES`.
+        tasks: tasks of ours with their grids; lm_eval: tasks of lm-eval; limit: documents of each of those.
+        seed: of all documents of ours.
+        text, haystack: see `catalogue.build`.
+        generate: whether answers are generated, too.
+        ablate: whether the mixers' branches are ablated.
+        dtype: what the models run in.
+    """
+
+    student: str
+    teacher: str
+    suite: str
+    tasks: Mapping[str, Mapping[str, Any]]
+    lm_eval: tuple[str, ...]
+    limit: int | None
+    seed: int
+    text: str | None
+    haystack: str | None
+    generate: bool
+    ablate: bool
+    dtype: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+    def decisive(self) -> dict[str, Any]:
+        """What has to be equal for scores of one run to be joined with those of another."""
+        return self.to_dict() | {
+            "task versions": {name: FAMILIES[name].version for name in self.tasks},
+            "text": file_digest(self.text),
+            "haystack": file_digest(self.haystack),
+            "versions": versions(),
+        }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that scores depend on."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def file_digest(name: str | None) -> str | None:
+    """What names the content of a text: sha256 of the file, or the name itself if it is no file."""
+    if name is None or not Path(name).is_file():
+        return name
+    digest = hashlib.sha256()
+    with open(name, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def check_folder(out: Path, decisive: Mapping[str, Any], *, resume: bool) -> None:
+    """Refuse to write into `out` what doesn't belong there.
+
+    Raises:
+        UsageError: it is a file, or holds something else, or a run that isn't to be resumed or has other settings.
+    """
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise UsageError(f"{out} isn't a folder", "Choose another folder with -o")
+    if not any(out.iterdir()):
+        return
+    if not (out / RUN).is_file():
+        raise UsageError(f"{out} holds files that aren't an evaluation's", "Choose another folder with -o")
+    if not resume:
+        raise UsageError(f"{out} holds an evaluation already", "Add --resume to go on with it, or choose another -o")
+    try:
+        before = json.loads((out / RUN).read_text(encoding="utf-8"))
+    except ValueError:
+        before = {}
+    changed = [key for key, value in decisive.items() if before.get(key) != value]
+    if changed:
+        key = changed[0]
+        raise UsageError(
+            f"{out} was begun with other settings ({', '.join(changed)}; {key} was "
+            f"{json.dumps(before.get(key))[:200]}, and is {json.dumps(decisive[key])[:200]})",
+            "Give the same options to resume it, or choose another -o",
+        )
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON document whole or not at all; NaN and infinity are refused.
+
+    Raises:
+        ResourceError: the disk refuses.
+    """
+    write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        ResourceError: the disk refuses.
+    """
+    staged = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            staged.write_text(text, encoding="utf-8")
+            os.replace(staged, path)
+        finally:
+            staged.unlink(missing_ok=True)
+    except OSError as error:
+        raise ResourceError(f"{path} can't be written: {error.strerror or error}", "Check the disk") from error
+
+
+def cache_folder() -> Path:
+    """Where scores of teachers are kept: LINEARIZE_CACHE, or `linearize` in the user's cache folder."""
+    chosen = os.environ.get("LINEARIZE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser() / "scores"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "linearize" / "scores"

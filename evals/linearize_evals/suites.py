@@ -1,0 +1,85 @@
+"""Which tasks a run asks, and on which grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from linearize.errors import UsageError, did_you_mean
+from linearize_evals.catalogue import AXES, FAMILIES
+
+Options = dict[str, Any]  # lengths, depths, pairs, samples: those of `catalogue.build`
+
+PREFIX = "linearize_"
+
+# `quick` keeps to what a small instruct model answers nearly perfectly, so that a loss shows with few documents.
+SUITES: Mapping[str, Mapping[str, Options]] = MappingProxyType(
+    {
+        "quick": {
+            "linearize_niah_single": {"lengths": [256, 512, 1024], "depths": [0.0, 0.25, 0.5, 0.75, 1.0], "samples": 3},
+            "linearize_mqar_lines": {"pairs": [8, 16, 32, 64], "samples": 4},
+            "linearize_ar_text": {"lengths": [1024], "samples": 4},
+            "linearize_perplexity": {"lengths": [512, 1024], "samples": 4},
+        },
+        "recall": {name: {} for name in FAMILIES if name != "linearize_mqar_tokens"},
+        "full": {
+            name: {"lengths": [256, 512, 1024, 2048, 4096]} if "length" in family.axes else {}
+            for name, family in FAMILIES.items()
+            if name != "linearize_mqar_tokens"
+        },
+    }
+)
+
+
+def chosen_tasks(
+    suite: str,
+    tasks: Sequence[str] = (),
+    *,
+    lengths: Sequence[int] | None = None,
+    depths: Sequence[float] | None = None,
+    pairs: Sequence[int] | None = None,
+    samples: int | None = None,
+) -> tuple[dict[str, Options], list[str]]:
+    """The tasks of ours to ask with their options, and the names that must be lm-eval's own.
+
+    `tasks` replace the suite's; options that are given replace those of every task that has the axis.
+
+    Raises:
+        UsageError: for an unknown suite or task of ours, an option that no task has an axis for, or a task named twice.
+    """
+    if suite not in SUITES:
+        raise UsageError(f"there is no suite '{suite}'", did_you_mean(suite, SUITES) or f"Choose {', '.join(SUITES)}")
+    names = list(tasks) or list(SUITES[suite])
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"task {twice[0]} is given twice", "Give it once")
+    asked = {"lengths": lengths, "depths": depths, "pairs": pairs, "samples": samples}
+    ours: dict[str, Options] = {}
+    others: list[str] = []
+    for name in names:
+        family = FAMILIES.get(name)
+        if family is None:
+            others.append(_not_ours(name))
+            continue
+        options = {**SUITES[suite].get(name, {})}
+        options |= {
+            key: list(value) if isinstance(value, Sequence) else value
+            for key, value in asked.items()
+            if value is not None and (key == "samples" or key in {AXES[axis] for axis in family.axes})
+        }
+        ours[name] = options
+    for axis, option in AXES.items():
+        if asked[option] is not None and not any(axis in FAMILIES[name].axes for name in ours):
+            raise UsageError(f"no task that is asked has {option}", f"Leave out --{option}, or add such a task")
+    return ours, others
+
+
+def _not_ours(name: str) -> str:
+    """`name`, unless it is one of ours misspelt."""
+    if name.startswith(PREFIX):
+        mend = did_you_mean(name, FAMILIES) or f"Choose of {', '.join(FAMILIES)}"
+        raise UsageError(f"there is no task '{name}'", mend)
+    if PREFIX + name in FAMILIES:
+        raise UsageError(f"there is no task '{name}'", f"did you mean '{PREFIX}{name}'?")
+    return name
