@@ -31,20 +31,20 @@ def task_folders(names: Sequence[str]) -> list[Path]:
     return sorted({_top(places[name]) for name in names})
 
 
-def _index() -> dict[str, Path]:
-    """The file of every task, group and tag."""
+def _root() -> Path:
     import lm_eval.tasks
 
-    root = Path(lm_eval.tasks.__file__).parent
+    return Path(lm_eval.tasks.__file__).parent
+
+
+def _index() -> dict[str, Path]:
+    """The file of every task, group and tag."""
     found: dict[str, Path] = {}
-    for path in sorted(root.rglob("*.yaml")):
+    for path in sorted(_root().rglob("*.yaml")):
         for match in _NAME.finditer(path.read_bytes()):
             found.setdefault(match[1].decode(), path)
     return found
 
 
 def _top(path: Path) -> Path:
-    import lm_eval.tasks
-
-    root = Path(lm_eval.tasks.__file__).parent
-    return root / path.relative_to(root).parts[0]
+    return _root() / path.relative_to(_root()).parts[0]

@@ -139,13 +139,17 @@ def _write(found: Mapping[str, Any], folder: Path | None, name: str) -> None:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Without lm-eval's and datasets' progress bars and reports, in whose place this package has its own."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    """Without the progress bars and reports of lm-eval and transformers, in whose place this package has its own."""
+    from transformers.utils import logging as transformers_logging
+
+    os.environ.setdefault("TQDM_DISABLE", "1")  # for lm-eval's bars; read when tqdm is imported
     logger = logging.getLogger("lm_eval")
-    before = logger.level
+    before, bars = logger.level, transformers_logging.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(before)
+        if bars:
+            transformers_logging.enable_progress_bar()

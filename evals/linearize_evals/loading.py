@@ -93,3 +93,15 @@ def load_model(name: str | Path, *, device: Any, dtype: Any, revision: str | Non
     """
     model = linearize.load(name, revision=revision, dtype=dtype)
     return model.to(device).eval()
+
+
+def has_position_table(model: Any, positions: int) -> bool:
+    """Whether positions are looked up in a learned table of that many rows, which has none for later ones.
+
+    OPT and its kin have two rows more.
+    """
+    from torch import nn
+
+    words = model.get_input_embeddings()
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words)
+    return any(table.num_embeddings - positions in (0, 2) for table in tables)

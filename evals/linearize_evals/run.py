@@ -12,7 +12,16 @@ from typing import Any
 
 import linearize
 from linearize.errors import UsageError
-from linearize_evals.settings import RESULTS, RUN, Settings, cache_folder, check_folder, versions, write_json
+from linearize_evals.settings import (
+    RESULTS,
+    RUN,
+    Settings,
+    cache_folder,
+    check_folder,
+    earlier_dtype,
+    versions,
+    write_json,
+)
 from linearize_evals.suites import chosen_tasks
 
 SCHEMA = 1
@@ -83,6 +92,8 @@ def evaluate(
     from linearize_evals.loading import choose_device, choose_dtype
 
     place = choose_device(device)
+    if resume and dtype is None:  # what was measured to be faster may differ this time
+        dtype = earlier_dtype(folder)
     chosen, because = choose_dtype(dtype, place)
     settings = Settings(
         student=str(student),
@@ -192,7 +203,8 @@ class Run:
         from linearize_evals.store import Store
 
         begun = time.perf_counter()
-        self._note_length(role, model, tasks)
+        if role in ("teacher", "student"):
+            self._check_length(role, model, tasks)
         identity = {
             "role": role if self.settings.teacher == SELF or role not in ("teacher", "student") else "whole",
             "fingerprint": self.fingerprints.setdefault(role, fingerprint(model)),
@@ -216,14 +228,20 @@ class Run:
         self.seconds[role] = time.perf_counter() - begun
         return outcome
 
-    def _note_length(self, role: str, model: Any, tasks: Any) -> None:
-        """Say so where documents are longer than the positions that a model was made for."""
+    def _check_length(self, role: str, model: Any, tasks: Any) -> None:
+        """Say so where documents are longer than what a model was made for, and refuse what it can't take at all."""
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if role in ("teacher", "student") and most and tasks.longest > most:
-            self.say(
-                f"documents of up to {tasks.longest} tokens are longer than the {most} positions "
-                f"(max_position_embeddings) of the {role}: expect it to fail there"
-            )
+        if not most or tasks.longest <= most:
+            return
+        what = (
+            f"documents of up to {tasks.longest} tokens are longer than the {most} positions (max_position_embeddings) "
+            f"of the {role}"
+        )
+        from linearize_evals.loading import has_position_table
+
+        if has_position_table(model, most):
+            raise UsageError(what, f"Ask for --lengths (or --pairs) that stay within {most} tokens")
+        self.say(f"{what}: expect it to fail there")
 
     def _ablate(self, model: Any, tokenizer: Any, score: Callable[..., None]) -> None:
         from linearize_evals.ablation import BRANCHES

@@ -93,10 +93,7 @@ def check_folder(out: Path, decisive: Mapping[str, Any], *, resume: bool) -> Non
         raise UsageError(f"{out} holds files that aren't an evaluation's", "Choose another folder with -o")
     if not resume:
         raise UsageError(f"{out} holds an evaluation already", "Add --resume to go on with it, or choose another -o")
-    try:
-        before = json.loads((out / RUN).read_text(encoding="utf-8"))
-    except ValueError:
-        before = {}
+    before = _begun(out)
     changed = [key for key, value in decisive.items() if before.get(key) != value]
     if changed:
         key = changed[0]
@@ -105,6 +102,21 @@ def check_folder(out: Path, decisive: Mapping[str, Any], *, resume: bool) -> Non
             f"{json.dumps(before.get(key))[:200]}, and is {json.dumps(decisive[key])[:200]})",
             "Give the same options to resume it, or choose another -o",
         )
+
+
+def _begun(out: Path) -> dict[str, Any]:
+    """What the run in `out` was begun with; empty if that can't be read."""
+    try:
+        before = json.loads((out / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return before if isinstance(before, dict) else {}
+
+
+def earlier_dtype(out: Path) -> str | None:
+    """The dtype that the run in `out` chose, to go on in it; None for the checkpoint's own, or without a run."""
+    dtype = _begun(out).get("dtype")
+    return None if dtype == "auto" else dtype
 
 
 def write_json(path: Path, document: Any) -> None:
