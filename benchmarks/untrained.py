@@ -11,10 +11,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from demo import choose_dtype, find_model, perplexity
+from linearize_evals.loading import choose_dtype
+
+from demo import find_model
+
+WINDOW_TOKENS = 512  # perplexity is taken in pieces of this length
 
 ROWS: list[tuple[str, dict[str, Any], float | None]] = [
     *((f"linear, {name}", {"mixer": "linear", "feature_map": name}, None) for name in ("elu1", "hedgehog", "favor")),
@@ -33,6 +38,21 @@ ROWS: list[tuple[str, dict[str, Any], float | None]] = [
 ZEROED = [("window 64, linear part zeroed", {}), ("window 64 + 4 sinks, linear part zeroed", {"sinks": 4})]
 
 
+def perplexity(model: Any, ids: list[int]) -> float:
+    """exp of the mean next-token loss, in pieces of WINDOW_TOKENS that don't see each other."""
+    import torch
+
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - 1, WINDOW_TOKENS):
+        piece = torch.tensor([ids[start : start + WINDOW_TOKENS]])
+        if piece.shape[1] < 2:
+            continue
+        logits = model(piece).logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
+        count += piece.shape[1] - 1
+    return math.exp(total / count)
+
+
 def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -49,7 +69,7 @@ def main() -> None:
         gguf.parent,
         gguf_file=gguf.name,
         quantization_config=GgufConfig(dequantize=True),
-        dtype=choose_dtype()[0],
+        dtype=choose_dtype(None, torch.device("cpu"))[0],
     ).eval()
     ids = tokenizer(arguments.text.read_text(encoding="utf-8")).input_ids
     results: dict[str, float] = {}

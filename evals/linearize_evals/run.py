@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import linearize
-from linearize.errors import UsageError
+from linearize.errors import ModelError, UsageError
 from linearize_evals.settings import (
     RESULTS,
     RUN,
@@ -224,7 +224,10 @@ class Run:
             label=role,
         )
         whole = self.folder / role if main and role in ("teacher", "student") else None
-        outcome = judge(lm, tasks, limit=self.settings.limit, folder=whole)
+        try:
+            outcome = judge(lm, tasks, limit=self.settings.limit, folder=whole)
+        except FloatingPointError as error:
+            raise ModelError(f"the {role} can't be scored: {error}") from error
         self.seconds[role] = time.perf_counter() - begun
         return outcome
 
