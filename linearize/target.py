@@ -147,20 +147,6 @@ def _listed(out: Path) -> set[str] | None:
     return set(files) if isinstance(files, dict) and "written_by" in content else None
 
 
-def is_as_converted(folder: Path) -> bool:
-    """Whether the files that the manifest of `folder` names are there in the sizes that it names.
-
-    Then the weights are the original model's, as `convert` leaves them. `linearize verify` reads every byte.
-    """
-    files = _read(folder / MANIFEST).get("files")
-    if not isinstance(files, dict) or not _is_converted(folder):
-        return False
-    try:
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-    except (OSError, KeyError, TypeError):
-        return False
-
-
 def _is_converted(out: Path) -> bool:
     return str(_read(out / "config.json").get("model_type")).startswith("linearized_")
 

@@ -58,7 +58,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         _family("mqar_lines", "mqar:lines", '"key: 345" lines, stated twice, then asked for', ZOOLOGY, **_LISTS),
         _family("mqar_lines_once", "mqar:lines_once", '"key: 345" lines, stated once', ZOOLOGY, **_LISTS),
-        _family("mqar_json", "mqar:json", 'a JSON object of "key": "3456", stated once', ZOOLOGY, **_LISTS),
+        _family("mqar_json", "mqar:json", '"key": "3456" lines of JSON, stated once', ZOOLOGY, **_LISTS),
         _family(
             "mqar_nouns", "mqar:nouns", '"key: noun" lines, stated twice', ZOOLOGY, pairs=(8, 16, 32, 64), samples=25
         ),

@@ -161,6 +161,15 @@ class Tokens:
             return self.starts[first] >= begin and self.ends[last - 1] <= end
         return all(len(self._prefix(at)) == self._common(at) for at in (begin, end))
 
+    def words(self) -> set[int]:
+        """The tokens that begin a word, and the number of all tokens; without what a slow tokenizer can't tell."""
+        begins = {
+            number
+            for number, start in enumerate(self.starts or ())
+            if start == 0 or self.text[start].isspace() or self.text[start - 1].isspace()
+        }
+        return begins | {len(self.ids)}
+
     def _prefix(self, character: int) -> list[int]:
         return list(self.tokenizer(self.text[:character], add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,16 +139,19 @@ def _write(found: Mapping[str, Any], folder: Path | None, name: str) -> None:
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Without the progress bars and reports of lm-eval and transformers, in whose place this package has its own."""
+    from lm_eval import evaluator
     from transformers.utils import logging as transformers_logging
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # for lm-eval's bars; read when tqdm is imported
     logger = logging.getLogger("lm_eval")
     before, bars = logger.level, transformers_logging.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
+    commit = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = lambda: None  # of the working folder, which has no part in this
     try:
         yield
     finally:
+        evaluator.get_git_commit_hash = commit
         logger.setLevel(before)
         if bars:
             transformers_logging.enable_progress_bar()

@@ -91,8 +91,8 @@ def load_model(name: str | Path, *, device: Any, dtype: Any, revision: str | Non
     Raises:
         LinearizeError: as `linearize.load`.
     """
-    model = linearize.load(name, revision=revision, dtype=dtype)
-    return model.to(device).eval()
+    model = linearize.load(name, revision=revision, dtype=dtype, device_map={"": device})  # past the host's memory
+    return model.eval()
 
 
 def has_position_table(model: Any, positions: int) -> bool:

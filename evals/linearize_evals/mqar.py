@@ -32,8 +32,8 @@ def lines_once(setting: Setting) -> Make:
 
 
 def json(setting: Setting) -> Make:
-    """`"garden": "3456",`, stated once."""
-    return _lists(setting.tokenizer, _numbers(4), ('"{}": "', "{}", '",\n'), times=1)
+    """`"garden": "3456",`, stated once; the answers of the first queries are given and not scored."""
+    return _lists(setting.tokenizer, _numbers(4), ('"{}": "', "{}", '",\n'), times=1, warm_up=WARM_UP)
 
 
 def nouns(setting: Setting) -> Make:
@@ -74,7 +74,8 @@ def _write(pairs: Pairs, rng: random.Random, style: tuple[str, str, str], times:
     before, answer, after = style
     pieces: list[Piece] = []
     for _ in range(times):
-        for key, value in pairs:
+        # In another order each time: a list that repeats as a whole teaches to go on in its order.
+        for key, value in rng.sample(pairs, len(pairs)):
             pieces += [Fact(before.format(key) + answer.format(value), key), after]
         pieces.append("\n")
     asked = rng.sample(pairs, min(QUERIES + warm_up, len(pairs)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,13 @@ SIDES = ("teacher", "student")
 Judged = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]  # role -> samples of ours, results of lm-eval
 
 
-def outcome(settings: Settings, judged: Judged, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+def outcome(
+    settings: Settings, judged: Judged, fingerprints: Mapping[str, str], dtypes: Mapping[str, str]
+) -> dict[str, Any]:
     """The keys models, tasks, text, ablations, lm_eval and findings of results.json."""
     found = {role: answers(samples) for role, (samples, _) in judged.items()}
     results: dict[str, Any] = {
-        "models": models(settings, fingerprints),
+        "models": models(settings, fingerprints, dtypes),
         **compare(found.get("teacher"), found["student"]),
         "ablations": {
             branch: contribution(found["student"], found[f"without {branch}"])
@@ -34,38 +37,43 @@ def outcome(settings: Settings, judged: Judged, fingerprints: Mapping[str, str])
     return results | {"findings": findings(results)}
 
 
-def models(settings: Settings, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+def models(settings: Settings, fingerprints: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, Any]:
     """What is known of teacher (None without one) and student besides their scores."""
     report = linearize.inspect(settings.student)
     rows = report["layers"] if report["converted"] else []
-    common = {"dtype": settings.dtype, "parameters": report["parameters"], "cache_dtype": report["cache_dtype"]}
-    student = {
-        "name": settings.student,
-        "fingerprint": fingerprints["student"],
-        **common,
+    student = _facts(settings.student, report, "student", fingerprints, dtypes) | {
         "window": _window(rows),
         "mixers": _mixers(rows),
-        "cache": _cache(report, "after_bytes" if report["converted"] else "before_bytes"),
+        "full_attention_layers": sum(row["becomes"] == "full_attention" for row in rows) if rows else None,
     }
     if "teacher" not in fingerprints:
         return {"teacher": None, "student": student}
-    itself = settings.teacher == "self"
-    teacher = {
-        "name": f"{settings.student}, mixers bypassed" if itself else settings.teacher,
-        "fingerprint": fingerprints["teacher"],
-        **common,
-        "cache": _cache(report, "before_bytes"),
-    }
+    if settings.teacher == "self":
+        teacher = _facts(f"{settings.student}, mixers bypassed", report, "teacher", fingerprints, dtypes)
+        teacher["parameters"] -= report["new_parameters"]
+    else:
+        teacher = _facts(settings.teacher, linearize.inspect(settings.teacher), "teacher", fingerprints, dtypes)
     return {"teacher": teacher, "student": student}
 
 
-def _cache(report: Mapping[str, Any], key: str) -> list[dict[str, int]]:
-    return [{"tokens": row["tokens"], "bytes": row[key]} for row in report["cache"]]
+def _facts(
+    name: str, report: Mapping[str, Any], side: str, fingerprints: Mapping[str, str], dtypes: Mapping[str, str]
+) -> dict[str, Any]:
+    """Of a model that `inspect` described: a student that is converted has its states, all others their caches."""
+    key = "after_bytes" if side == "student" and report["converted"] else "before_bytes"
+    return {
+        "name": name,
+        "fingerprint": fingerprints[side],
+        "dtype": dtypes[side],
+        "parameters": report["parameters"],
+        "cache_dtype": report["cache_dtype"],
+        "cache": [{"tokens": row["tokens"], "bytes": row[key]} for row in report["cache"]],
+    }
 
 
 def _window(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The window of the converted layers, if they have one and the same, and none of the model's layers sees all."""
-    windows = {(row["mixer"] or {}).get("window") for row in rows if row["mixer"]}
+    """The window beyond which only linear branches reach: of a model whose layers all have one, and the same."""
+    windows = {(row["mixer"] or {}).get("window") for row in rows}
     return windows.pop() if len(windows) == 1 else None
 
 
@@ -94,7 +102,7 @@ def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, floa
     errors: dict[str, float] = {}
     for key, value in metrics.items():
         name, comma, kind = key.partition(",")
-        if not comma or isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not comma or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             continue
         name = name if kind == "none" else f"{name} ({kind})"
         if "_stderr" in name:

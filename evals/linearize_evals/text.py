@@ -20,6 +20,7 @@ from linearize_evals.document import Cell, Document, Make, Setting, Span, Tokens
 BUNDLED = "data/text.txt.gz"
 MAX_CHARACTERS = 2_000_000  # what is read of a text: some 500,000 tokens, tokenised in two or three seconds
 CHUNK = 64  # tokens of a span of `perplexity`
+SNAP = 16  # tokens that a window may lose at either end
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, lie evenly however many there are
 
@@ -126,7 +127,8 @@ class Windows:
 
     def __init__(self, setting: Setting) -> None:
         self.name = setting.text or "the bundled text"
-        self.tokens = Tokens(setting.tokenizer, read_text(setting.text)).ids
+        found = Tokens(setting.tokenizer, read_text(setting.text))
+        self.tokens, self.words = found.ids, found.words()
         self.front = front(setting.tokenizer)
         self.offset = random.Random(f"windows:{setting.seed}").random()
 
@@ -145,4 +147,8 @@ class Windows:
             )
         low = max(size, total // 2)  # the same for all lengths up to half of the text
         end = low + int(((self.offset + index * GOLDEN) % 1) * (total - low + 1))
-        return (*self.front, *self.tokens[end - size : end]), len(self.front)
+        # Whole words, so that the window as text gives the same tokens again; where words are short enough for it.
+        most = min(SNAP, size // 8)
+        end = next((at for at in range(end, end - most, -1) if at in self.words), end)
+        begin = next((at for at in range(end - size, end - size + most) if at in self.words), end - size)
+        return (*self.front, *self.tokens[begin:end]), len(self.front)

@@ -88,9 +88,9 @@ def test_lists_hold_different_keys_and_values_and_ask_in_another_order(name):
     pairs = [re.findall(r"(\w+)\W+(\w+)", block) for block in blocks]
     stated, asked = pairs[0], pairs[-1]
     assert len(blocks) == (3 if name in ("linearize_mqar_lines", "linearize_mqar_nouns") else 2)
-    assert all(block == stated for block in pairs[:-1])
+    assert all(block != stated and set(block) == set(stated) for block in pairs[1:-1])
     assert len({key for key, _ in stated}) == len({value for _, value in stated}) == 64
-    warm_up = 4 if name == "linearize_mqar_lines_once" else 0
+    warm_up = 4 if name in ("linearize_mqar_lines_once", "linearize_mqar_json") else 0
     answers = [tokenizer.decode(document.ids[span.start : span.end]).strip() for span in document.spans]
     assert answers == [value for _, value in asked[warm_up:]]
     assert len(answers) == 16

@@ -16,7 +16,7 @@ SMALL = {"lengths": [256], "depths": [0.0, 0.5, 1.0], "samples": 2}
 
 
 def small(name, tokenizer, **options):
-    pairs = [1, 3] if name == "linearize_variable_tracking" else [8, 20]
+    pairs = [1, 3] if name == "linearize_variable_tracking" else [8, 40]
     return build(name, tokenizer, **{**SMALL, "pairs": pairs, **options})
 
 

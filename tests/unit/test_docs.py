@@ -137,6 +137,28 @@ def test_the_options_of_convert_are_documented():
                 assert f"`{option}" in text or f"{option}`" in text
 
 
+def test_the_options_of_eval_are_documented():
+    from linearize.cli import cli
+
+    text = read("docs/evaluation.md") + read("docs/quickstart.md")
+    for parameter in cli.commands["eval"].params:  # type: ignore[attr-defined]
+        for option in [*parameter.opts, *parameter.secondary_opts]:
+            if option.startswith("--") and option not in ("--out", "--ablate", "--no-generate"):
+                assert option in text, option
+
+
+def test_the_table_of_tasks_is_the_catalogue():
+    from linearize_evals.catalogue import AXES, FAMILIES
+    from linearize_evals.suites import SUITES
+
+    table = {row[0]: row for row in rows(read("docs/evaluation.md"), "task")}
+    assert list(table) == list(FAMILIES)
+    for name, family in FAMILIES.items():
+        assert table[name][2] == ", ".join(AXES[axis] for axis in family.axes)
+        assert table[name][3] == family.source.split(" ")[0]
+    assert [row[0] for row in rows(read("docs/evaluation.md"), "suite")] == list(SUITES)
+
+
 def test_the_feature_map_of_extending_md_converts_a_model_in_memory_and_on_disk(tmp_path):
     """In a process of its own: the registry is global."""
     code = re.findall(r"```python\n# my_maps.py\n(.*?)```", read("docs/extending.md"), re.DOTALL)[0]
