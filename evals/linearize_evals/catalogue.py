@@ -159,11 +159,7 @@ def build(
     Raises:
         UsageError: an unknown task, a value out of range, or a cell in which the facts don't fit.
     """
-    if name not in FAMILIES:
-        raise UsageError(
-            f"there is no task '{name}'", did_you_mean(name, FAMILIES) or f"Choose of {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[name]
+    family = find(name)
     asked = {"lengths": lengths, "depths": depths, "pairs": pairs}
     grid = {
         axis: _checked(axis, asked[option] if asked[option] is not None else family.defaults[option])
@@ -175,9 +171,9 @@ def build(
         raise UsageError(f"samples can't be {number!r}", "Use a whole number of at least 1")
     if not _whole(seed):
         raise UsageError(f"the seed can't be {seed!r}", "Use a whole number")
-    module, function = family.build.split(":")
     if tokenizer is None or (isinstance(tokenizer, int) and name != "linearize_mqar_tokens"):
         raise UsageError(f"{name} needs a tokenizer", "Give the folder of one")
+    module, function = family.build.split(":")
     loaded = importlib.import_module(module)
     make: Make = getattr(loaded, function)(Setting(tokenizer, text, haystack, seed))
     cells = _cells(grid, getattr(loaded, "fits", None))
@@ -186,6 +182,14 @@ def build(
         for index in range(number)
         for cell in cells
     ]
+
+
+def find(name: str) -> Family:
+    """The family called `name`; raises `UsageError` with a guess for an unknown one."""
+    if name not in FAMILIES:
+        mend = did_you_mean(name, FAMILIES) or f"Choose of {', '.join(FAMILIES)}"
+        raise UsageError(f"there is no task '{name}'", mend)
+    return FAMILIES[name]
 
 
 def _cells(grid: Mapping[str, Sequence[Any]], fits: Any) -> list[Cell]:

@@ -26,8 +26,8 @@ from linearize_evals.suites import chosen_tasks
 
 SCHEMA = 1
 SELF, NONE = "self", "none"
-# Documents of each cell without a branch. Whether the linear branch does anything is what users have to know: 45 needles
-# without a change leave an interval of 8 points. That recall drops without the window shows in few.
+# Documents of each cell without a branch. Whether the linear branch does anything is what users must know: 45 answers
+# that don't change leave an interval of 8 points. That recall drops without the window shows in few.
 ABLATION_SAMPLES = {"linear": 3, "window": 1}
 
 Note = Callable[[str], None]

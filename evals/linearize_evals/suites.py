@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from linearize.errors import UsageError, did_you_mean
-from linearize_evals.catalogue import AXES, FAMILIES
+from linearize_evals.catalogue import AXES, FAMILIES, find
 
 Options = dict[str, Any]  # lengths, depths, pairs, samples: those of `catalogue.build`
 
@@ -55,31 +55,26 @@ def chosen_tasks(
     if twice:
         raise UsageError(f"task {twice[0]} is given twice", "Give it once")
     asked = {"lengths": lengths, "depths": depths, "pairs": pairs, "samples": samples}
-    ours: dict[str, Options] = {}
-    others: list[str] = []
-    for name in names:
-        family = FAMILIES.get(name)
-        if family is None:
-            others.append(_not_ours(name))
-            continue
-        options = {**SUITES[suite].get(name, {})}
-        options |= {
-            key: list(value) if isinstance(value, Sequence) else value
-            for key, value in asked.items()
-            if value is not None and (key == "samples" or key in {AXES[axis] for axis in family.axes})
-        }
-        ours[name] = options
+    given = {key: value if key == "samples" else list(value) for key, value in asked.items() if value is not None}
+    ours = {name: _options(suite, name, given) for name in names if name in FAMILIES}
     for axis, option in AXES.items():
-        if asked[option] is not None and not any(axis in FAMILIES[name].axes for name in ours):
+        if option in given and not any(axis in FAMILIES[name].axes for name in ours):
             raise UsageError(f"no task that is asked has {option}", f"Leave out --{option}, or add such a task")
-    return ours, others
+    return ours, [_not_ours(name) for name in names if name not in FAMILIES]
+
+
+def _options(suite: str, name: str, given: Mapping[str, Any]) -> Options:
+    """The suite's grid of a task, with what is given in its place."""
+    axes = {AXES[axis] for axis in FAMILIES[name].axes}
+    return {**SUITES[suite].get(name, {})} | {
+        key: value for key, value in given.items() if key == "samples" or key in axes
+    }
 
 
 def _not_ours(name: str) -> str:
     """`name`, unless it is one of ours misspelt."""
     if name.startswith(PREFIX):
-        mend = did_you_mean(name, FAMILIES) or f"Choose of {', '.join(FAMILIES)}"
-        raise UsageError(f"there is no task '{name}'", mend)
+        find(name)
     if PREFIX + name in FAMILIES:
         raise UsageError(f"there is no task '{name}'", f"did you mean '{PREFIX}{name}'?")
     return name
