@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from linearize_evals.answers import Answer
-from linearize_evals.intervals import difference
+from linearize_evals.intervals import bootstrap, difference, finite
 
 BRANCHES = ("linear", "window")
 
@@ -21,7 +21,8 @@ def contribution(full: Sequence[Answer], without: Sequence[Answer]) -> dict[str,
         without: answers without the branch.
 
     Returns:
-        {task: {"n", "full", "without", "low", "high" (of full - without), "nll_full", "nll_without" (nats a token)}}
+        {task: {"n", "full", "without", "low", "high" (of full - without), "nll_full", "nll_without" (nats a token),
+        "nll_low", "nll_high" (of nll_without - nll_full)}}: in both intervals a branch that helps is above 0
     """
     whole = {(answer.task, answer.document, answer.span): answer for answer in full}
     return {
@@ -31,23 +32,26 @@ def contribution(full: Sequence[Answer], without: Sequence[Answer]) -> dict[str,
 
 
 def _measured(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
-    names = {name: number for number, name in enumerate(dict.fromkeys(a.document for a, _ in pairs))}
-    place = np.array([names[a.document] for a, _ in pairs])
+    names = {name: number for number, name in enumerate(dict.fromkeys(a.cluster for a, _ in pairs))}
+    place = np.array([names[a.cluster] for a, _ in pairs])
 
-    def sums(values: list[float]) -> np.ndarray:
+    def sums(values: Sequence[float]) -> np.ndarray:
         return np.bincount(place, weights=np.array(values, float))
 
     n = sums([1.0] * len(pairs))
     full, without = sums([a.correct for a, _ in pairs]), sums([b.correct for _, b in pairs])
     lost = sums([a.correct and not b.correct for a, b in pairs])
     found = difference(n, full, without, lost)
-    tokens = sum(a.tokens for a, _ in pairs)
+    tokens, whole, rest = (sums(v) for v in zip(*((a.tokens, -a.logprob, -b.logprob) for a, b in pairs), strict=True))
+    rise = bootstrap(np.stack([tokens, whole, rest], 1), lambda s: (s[..., 2] - s[..., 1]) / s[..., 0])
     return {
         "n": len(pairs),
         "full": float(full.sum() / n.sum()),
         "without": float(without.sum() / n.sum()),
         "low": None if found["high"] is None else -found["high"],
         "high": None if found["low"] is None else -found["low"],
-        "nll_full": -sum(a.logprob for a, _ in pairs) / tokens,
-        "nll_without": -sum(b.logprob for _, b in pairs) / tokens,
+        "nll_full": finite(whole.sum() / tokens.sum()),
+        "nll_without": finite(rest.sum() / tokens.sum()),
+        "nll_low": rise["low"],
+        "nll_high": rise["high"],
     }

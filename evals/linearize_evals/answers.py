@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from linearize.errors import UsageError
+
+TEXT_LABELS = frozenset({"hit", "other", "position"})  # spans of running text; all others have one right answer
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Answer:
     Attributes:
         task: the lm-eval task.
         document: hash of the document, the same for every model that was given it.
+        index: number of the document within its cell.
         span: number of the span within the document.
         length: tokens of the cell; depth and pairs: its other axes, None where it has none.
         position: index of the answer's first token.
@@ -30,6 +33,7 @@ class Answer:
 
     task: str
     document: str
+    index: int
     span: int
     length: int
     depth: float | None
@@ -42,6 +46,14 @@ class Answer:
     logprob: float
     tokens: int
     generated: bool | None = None
+
+    @property
+    def cluster(self) -> Hashable:
+        """What is alike within and independent without, to be resampled as one: the document.
+
+        Of a running text it is the window of one number at every length: the shorter ones lie inside the longer ones.
+        """
+        return (self.task, self.index) if self.label in TEXT_LABELS else self.document
 
 
 def answers(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Answer]:
@@ -75,6 +87,7 @@ def _of_document(task: str, sample: Mapping[str, Any]) -> list[Answer]:
             Answer(
                 task=task,
                 document=sample["doc_hash"],
+                index=document["index"],
                 span=number,
                 length=document["length"],
                 depth=document["depth"],

@@ -1,6 +1,7 @@
 """What a student lost, measured on the very answers that its teacher was asked for.
 
-D documents of a group; a group is a task, a cell of its grid, or a bin. Sides: "teacher" and "student".
+D documents of a group (of a text: windows, see `Answer.cluster`); a group is a task, a cell of its grid, or a bin.
+Sides: "teacher" and "student".
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from linearize.errors import UsageError
-from linearize_evals.answers import Answer
+from linearize_evals.answers import TEXT_LABELS, Answer
 from linearize_evals.intervals import accuracy, bootstrap, difference, finite, mcnemar, retention
 
 GATE = 0.9  # below this accuracy of the teacher, what the student lacks can't be told from what the teacher lacks
 OK, TOO_WEAK, NO_TEACHER = "ok", "teacher too weak", "no teacher"
-TEXT_LABELS = frozenset({"hit", "other", "position"})  # spans of running text; all others have one right answer
 MOST_POSITION_BINS = 32
 
 SAME = "Run both models with the same tasks of the same version, the same seed, limit and tokenizer"
@@ -49,10 +49,8 @@ class Rows:
     @cached_property
     def document(self) -> np.ndarray:
         """The number, from 0, of each answer's document."""
-        numbers = {
-            name: number for number, name in enumerate(dict.fromkeys(answer.document for answer in self.student))
-        }
-        return np.array([numbers[answer.document] for answer in self.student])
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(answer.cluster for answer in self.student))}
+        return np.array([numbers[answer.cluster] for answer in self.student])
 
     def sums(self, values: Iterable[float]) -> np.ndarray:
         """[D] sums over each document's answers of values in their order."""
@@ -176,12 +174,11 @@ def _difference(rows: Rows, before: Sequence[float], after: Sequence[float]) -> 
 
 
 def _recall(rows: Rows) -> dict[str, Any]:
-    found = _measure(rows) | {"retention": None, "mcnemar": None, "lost": None, "gained": None}
-    before, after = _right(rows.teacher), _right(rows.student)
+    found: dict[str, Any] = _measure(rows) | {"retention": None, "mcnemar": None} | _moved(rows)
     if rows.teacher:
-        found["lost"], found["gained"] = int(sum(_only(before, after))), int(sum(_only(after, before)))
         found["mcnemar"] = mcnemar(found["lost"], found["gained"])
     if found["difference"]:
+        before, after = _right(rows.teacher), _right(rows.student)
         chance_D = rows.sums(answer.chance for answer in rows.student)
         found["retention"] = retention(
             _answers(rows), rows.sums(before), rows.sums(after), chance_D, found["difference"]
@@ -191,6 +188,14 @@ def _recall(rows: Rows) -> dict[str, Any]:
     found["by_distance"] = _by_distance(rows)
     found["generation"] = _generation(rows)
     return found
+
+
+def _moved(rows: Rows) -> dict[str, Any]:
+    """How many answers only the teacher and only the student has right."""
+    if not rows.teacher:
+        return {"lost": None, "gained": None}
+    before, after = _right(rows.teacher), _right(rows.student)
+    return {"lost": int(sum(_only(before, after))), "gained": int(sum(_only(after, before)))}
 
 
 def _axes(answer: Answer) -> dict[str, Any]:
@@ -203,6 +208,7 @@ def _by_distance(rows: Rows) -> list[dict[str, Any]]:
     return [
         {"over": up_to // 2, "up_to": up_to, "documents": _documents(group), "answers": len(group.student)}
         | _accuracies(group)
+        | _moved(group)
         for up_to, group in bins.items()
     ]
 

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from linearize_evals.branches import RECALL_GONE, SAME_NLL, WIDE, ablations, gone, window
 from linearize_evals.compare import GATE, NO_TEACHER, OK, TOO_WEAK
+from linearize_evals.phrases import of_gate, percent, short
 
 FEW_DOCUMENTS = 10
-WIDE = 0.1  # an interval that reaches further than this from 0 can't show that nothing changed
-SAME_NLL = 0.02  # nats per token
 PERPLEXITY_KEPT = 1.1
-RECALL_GONE = 0.5
+MOSTLY, ALL = 0.5, 0.9  # shares of the rise in loss
 COLLAPSED = 0.6
-LOSS = 0.1  # of accuracy: what counts as lost within or beyond the window
-
-LOST_WITHIN = (
-    "Loss within the window isn't a matter of memory: run `linearize verify` on the student, then train longer."
-)
-LOST_BEYOND = "Train the linear branch on longer contexts, widen the window, or keep some softmax layers."
-KEPT_BEYOND = "Measure longer contexts to find where it ends."
 
 Results = Mapping[str, Any]
 
@@ -28,10 +21,11 @@ def findings(results: Results) -> list[str]:
     """Plain sentences about a run, in the order of the rules; nothing is said without the figures that show it."""
     rules = (
         _teacher,
-        _window,
+        gone,
+        window,
         _perplexity_hides_it,
         _gap,
-        _ablations,
+        ablations,
         _generation,
         _collapse,
         _quiet_loss,
@@ -41,22 +35,8 @@ def findings(results: Results) -> list[str]:
     return [sentence for rule in rules for sentence in rule(results)]
 
 
-def percent(value: float) -> str:
-    """`0.934` as `93 %`; a figure that isn't 0 or 1 never reads as if it were."""
-    digits = 0 if 0.01 <= value <= 0.99 or value in (0.0, 1.0) else 1
-    return f"{100 * value:.{digits}f} %"
-
-
-def short(task: str) -> str:
-    return task.removeprefix("linearize_")
-
-
-def _tasks(results: Results, gate: str = OK) -> dict[str, Any]:
-    return {short(name): task for name, task in results.get("tasks", {}).items() if task["gate"] == gate}
-
-
 def _teacher(results: Results) -> Iterator[str]:
-    weak = _tasks(results, TOO_WEAK)
+    weak = of_gate(results, TOO_WEAK)
     listed = ", ".join(f"{name} {percent(task['teacher']['accuracy'])}" for name, task in weak.items())
     if weak and len(weak) == len(results["tasks"]):
         yield (
@@ -68,46 +48,8 @@ def _teacher(results: Results) -> Iterator[str]:
             f"Nothing is said about the loss where the teacher is too weak ({listed}; {percent(GATE)} is needed). "
             "Use shorter lengths or fewer pairs there."
         )
-    if results.get("tasks") and len(_tasks(results, NO_TEACHER)) == len(results["tasks"]):
+    if results.get("tasks") and len(of_gate(results, NO_TEACHER)) == len(results["tasks"]):
         yield "No teacher was run, so nothing is said about what was lost. Give the unconverted model as the teacher."
-
-
-def _window(results: Results) -> Iterator[str]:
-    window = (results.get("models", {}).get("student") or {}).get("window")
-    if not window:
-        return
-    for name, task in _tasks(results).items():
-        near = _pool([b for b in task["by_distance"] if b["up_to"] <= window])
-        far = _pool([b for b in task["by_distance"] if b["over"] >= window])
-        if far is None or far["teacher"] < GATE:
-            continue
-        beyond = f"beyond it {_beside_teacher(far)[:-1]}; chance {percent(task['chance'])})"
-        within, lost_within = "", False
-        if near is not None and near["teacher"] >= GATE:
-            within = f"within the window of {window} tokens the student recalls {_beside_teacher(near)}, "
-            lost_within = near["teacher"] - near["student"] > LOSS
-        if lost_within:
-            yield f"{name}: {within}{beyond}. {LOST_WITHIN}"
-        elif far["teacher"] - far["student"] <= LOSS:
-            yield f"{name}: recall reaches past the window of {window} tokens: {beyond}. {KEPT_BEYOND}"
-        elif within:
-            yield f"{name}: what was lost is just what left the window: {within}{beyond}. {LOST_BEYOND}"
-        else:
-            yield f"{name}: the facts lie outside the window of {window} tokens: {beyond}. {LOST_BEYOND}"
-
-
-def _beside_teacher(pool: Mapping[str, Any]) -> str:
-    return f"{percent(pool['student'])} (teacher {percent(pool['teacher'])}, {pool['answers']} answers)"
-
-
-def _pool(bins: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Accuracies of several bins taken together."""
-    n = sum(b["answers"] for b in bins)
-    if not n:
-        return None
-    return {"answers": n} | {
-        side: sum(b[side]["accuracy"] * b["answers"] for b in bins) / n for side in ("teacher", "student")
-    }
 
 
 def _perplexity_hides_it(results: Results) -> Iterator[str]:
@@ -118,7 +60,7 @@ def _perplexity_hides_it(results: Results) -> Iterator[str]:
     }
     gone = {
         name: task["retention"]["value"]
-        for name, task in _tasks(results).items()
+        for name, task in of_gate(results, OK).items()
         if task["retention"]["high"] is not None and task["retention"]["high"] < RECALL_GONE
     }
     if kept and gone:
@@ -145,48 +87,18 @@ def _gap(results: Results) -> Iterator[str]:
             f"{percent(share['high'])}) of the rise in loss is on tokens that need recall, which are "
             f"{percent(hit['tokens'] / text['tokens'])} of the text."
         )
-        if share["low"] > hit["tokens"] / text["tokens"]:
-            yield f"{words} Recall, not the language, is what the model lacks: give it a wider window or more state."
-        else:
-            yield f"{words} The language itself suffered at least as much: train longer."
+        yield f"{words} {_what_suffered(share, hit['tokens'] / text['tokens'])}"
 
 
-def _ablations(results: Results) -> Iterator[str]:
-    ablations = results.get("ablations") or {}
-    for name, run in (ablations.get("linear") or {}).items():
-        if run["low"] is not None and run["low"] <= 0:
-            yield f"{short(name)}: {_linear_branch(run)}"
-    for name, run in (ablations.get("window") or {}).items():
-        if run["low"] is not None and run["low"] > RECALL_GONE * run["full"]:
-            yield (
-                f"{short(name)}: recall comes from the window: accuracy {percent(run['full'])} as it is, "
-                f"{percent(run['without'])} without the window ({run['n']} answers). Expect nothing from beyond it "
-                "until the linear branch is trained."
-            )
-
-
-def _linear_branch(run: Mapping[str, Any]) -> str:
-    """What a linear branch is worth that doesn't raise the accuracy for certain."""
-    scores = (
-        f"accuracy {percent(run['full'])} as it is, {percent(run['without'])} with the linear branch's output at "
-        f"zero ({run['n']} answers)"
-    )
-    with_it, without = run["nll_full"], run["nll_without"]
-    if run["high"] < 0:
-        return f"the linear branch does harm: {scores}. Train it before anything else."
-    if max(-run["low"], run["high"]) > WIDE:
-        return f"too few answers to tell what the linear branch does: {scores}. Raise the samples."
-    if run["full"] >= GATE:
-        return f"this task doesn't need the linear branch: {scores}. Use a longer length to test it."
-    if with_it is not None and without is not None and abs(without - with_it) > SAME_NLL:
-        return (
-            f"the linear branch changes the loss ({with_it:.2f} nats a token, {without:.2f} without it), but no "
-            f"answer: {scores}. Train it longer."
-        )
-    return (
-        f"the linear branch does nothing: {scores}. Whatever is recalled comes from the window or from softmax layers: "
-        "train with a smaller window, or drop the window at times, so that the branch has to learn."
-    )
+def _what_suffered(share: Mapping[str, float], of_text: float) -> str:
+    """What an interval of recall's share in the rise shows, beside its share of the tokens."""
+    if share["low"] > max(MOSTLY, of_text):
+        return "Recall, more than the language, is what the model lacks: give it a wider window or more state."
+    if share["high"] < of_text:
+        return "The language itself suffered at least as much: the model needs more training."
+    if share["high"] < ALL:
+        return "Recall and the language both suffered: the model needs more training; then look at recall again."
+    return "This text is too short to tell whether recall or the language suffered more."
 
 
 def _generation(results: Results) -> Iterator[str]:
@@ -205,28 +117,42 @@ def _generation(results: Results) -> Iterator[str]:
 
 def _collapse(results: Results) -> Iterator[str]:
     for name, scores in (results.get("lm_eval") or {}).items():
-        histogram = (scores.get("histogram") or {}).get("student")
-        if not histogram or not sum(histogram["choices"]):
+        histograms = scores.get("histogram") or {}
+        found, before = (_most_chosen(histograms.get(side)) for side in ("student", "teacher"))
+        if not found:
             continue
-        choices, gold = histogram["choices"], histogram["gold"]
-        n = sum(choices)
-        top = max(range(len(choices)), key=choices.__getitem__)
-        share, due = choices[top] / n, gold[top] / n
-        if n >= 20 and share >= COLLAPSED and share - due >= 0.25:
+        top, share, due, n = found
+        words = f"{percent(share)} are choice {chr(ord('A') + top)}, which is right in {percent(due)} ({n} questions)"
+        if before:
             yield (
-                f"{name}: answers collapsed: {percent(share)} are choice {chr(ord('A') + top)}, which is right in "
-                f"{percent(due)} ({n} questions). The score is chance in disguise: train further, and look at the "
+                f"{name}: answers collapsed, but so do the teacher's: {words}; of the teacher's, {percent(before[1])} "
+                f"are choice {chr(ord('A') + before[0])}. This task says nothing about the conversion."
+            )
+        else:
+            yield (
+                f"{name}: answers collapsed: {words}. The score is chance in disguise: train further, and look at the "
                 "answers before the score."
             )
 
 
+def _most_chosen(histogram: Mapping[str, Sequence[int]] | None) -> tuple[int, float, float, int] | None:
+    """(choice, its share of the answers, its share of the right ones, questions) of answers that collapsed on one."""
+    if not histogram or sum(histogram["choices"]) < 20:
+        return None
+    choices, gold, n = histogram["choices"], histogram["gold"], sum(histogram["choices"])
+    top = max(range(len(choices)), key=choices.__getitem__)
+    share, due = choices[top] / n, gold[top] / n
+    return (top, share, due, n) if share >= COLLAPSED and share - due >= 0.25 else None
+
+
 def _quiet_loss(results: Results) -> Iterator[str]:
-    for name, task in _tasks(results).items():
+    for name, task in of_gate(results, OK).items():
         before, after = task["teacher"]["nll"], task["student"]["nll"]
         missed = task["difference"]
         if not before or after is None or missed["low"] is None:
             continue
-        if missed["low"] <= 0 <= missed["high"] and after > max(1.2 * before, before + SAME_NLL):
+        same = missed["low"] <= 0 <= missed["high"] and max(-missed["low"], missed["high"]) <= WIDE
+        if same and after > max(1.2 * before, before + SAME_NLL):
             yield (
                 f"{name}: accuracy hasn't moved (difference {missed['value']:+.3f}), but the answers' loss rose "
                 f"from {before:.2f} to {after:.2f} nats a token. Harder cells would show a loss: raise the length "
@@ -235,7 +161,7 @@ def _quiet_loss(results: Results) -> Iterator[str]:
 
 
 def _kept(results: Results) -> Iterator[str]:
-    tasks = _tasks(results)
+    tasks = of_gate(results, OK)
     lows = [task["retention"]["low"] for task in tasks.values()]
     if lows and all(low is not None and low >= 0.95 for low in lows):
         yield (

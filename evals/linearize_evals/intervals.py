@@ -6,7 +6,7 @@ is a document. The Wilson interval is widened by the design effect for the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from scipy.stats import binom, norm, t
 ALPHA = 0.05
 RESAMPLES = 2000
 SEED = 0
+BLOCK = 1 << 20  # numbers drawn at a time: 8 MiB
 
 Interval = dict[str, Any]  # {"value", "low", "high"}, each a float, or None where it isn't finite
 
@@ -69,12 +70,26 @@ def accuracy(right_D: np.ndarray, n_D: np.ndarray) -> dict[str, float | None]:
     return {"accuracy": finite(right_D.sum() / n) if n else None, "low": low, "high": high}
 
 
+def _weights(documents: int) -> Iterator[np.ndarray]:
+    """[resamples, D] a block at a time: how often each document is drawn; the same draws for every statistic."""
+    if RESAMPLES * documents <= BLOCK:
+        yield _all_weights(documents)
+        return
+    draw = np.random.default_rng(SEED)
+    size = max(1, BLOCK // documents)
+    for start in range(0, RESAMPLES, size):
+        yield _drawn(draw, min(size, RESAMPLES - start), documents)
+
+
 @lru_cache(maxsize=8)
-def _weights(documents: int) -> np.ndarray:
-    """[RESAMPLES, D]: how often each document is drawn; the same draws for every statistic."""
-    drawn = np.random.default_rng(SEED).integers(0, documents, (RESAMPLES, documents))
-    drawn += np.arange(RESAMPLES)[:, None] * documents
-    return np.bincount(drawn.ravel(), minlength=RESAMPLES * documents).reshape(RESAMPLES, documents).astype(float)
+def _all_weights(documents: int) -> np.ndarray:
+    return _drawn(np.random.default_rng(SEED), RESAMPLES, documents)
+
+
+def _drawn(draw: np.random.Generator, resamples: int, documents: int) -> np.ndarray:
+    drawn = draw.integers(0, documents, (resamples, documents))
+    drawn += np.arange(resamples)[:, None] * documents
+    return np.bincount(drawn.ravel(), minlength=resamples * documents).reshape(resamples, documents).astype(float)
 
 
 def bootstrap(sums_DK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> Interval:
@@ -97,7 +112,7 @@ def bootstrap(sums_DK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
         value = float(statistic(sums_DK.sum(0)))
         if documents == 1:
             return interval(value, None, None)
-        values = statistic(_weights(documents) @ sums_DK)
+        values = np.concatenate([statistic(weights_RD @ sums_DK) for weights_RD in _weights(documents)])
     if not np.isfinite(values).all():
         return interval(value, None, None)
     tail = norm.cdf(t.ppf(ALPHA / 2, documents - 1) * np.sqrt(documents / (documents - 1)))

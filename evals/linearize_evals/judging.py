@@ -12,7 +12,7 @@ from typing import Any
 
 from linearize.errors import UsageError
 from linearize_evals.builtin import task_folders
-from linearize_evals.settings import Settings, write_text
+from linearize_evals.settings import Settings, write_file
 
 RESAMPLINGS = 1000  # for lm-eval's standard errors of metrics that aren't means
 
@@ -130,10 +130,10 @@ def _write(found: Mapping[str, Any], folder: Path | None, name: str) -> None:
     def dumps(value: Any, **form: Any) -> str:
         return json.dumps(value, default=handle_non_serializable, ensure_ascii=False, **form)
 
-    write_text(folder / name, dumps({k: v for k, v in found.items() if k != "samples"}, indent=2) + "\n")
+    write_file(folder / name, dumps({k: v for k, v in found.items() if k != "samples"}, indent=2) + "\n")
     for task, samples in found["samples"].items():
         lines = "".join(dumps(sample) + "\n" for sample in samples)
-        write_text(folder / f"samples_{task}.jsonl", lines)
+        write_file(folder / f"samples_{task}.jsonl", lines)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullFormatter, NullLocator
 
+from linearize_evals.branches import window_of
 from linearize_evals.compare import TOO_WEAK
-from linearize_evals.diagnosis import short
+from linearize_evals.phrases import short
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -50,7 +51,7 @@ class Picture:
 
 def pictures(results: Mapping[str, Any]) -> list[Picture]:
     """All figures that the results have the data for."""
-    window = (results["models"]["student"] or {}).get("window")
+    window = window_of(results)
     found: list[Picture] = []
     with mpl.rc_context(STYLE):
         for task, measured in results["tasks"].items():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ import jinja2
 import matplotlib as mpl
 from markupsafe import Markup, escape
 
+from linearize.errors import ResourceError
 from linearize_evals.compare import GATE, TOO_WEAK
 from linearize_evals.plots import STYLE, Picture, pictures
+from linearize_evals.settings import write_file
 from linearize_evals.tables import (
     SIDES,
     ablation_tables,
@@ -39,24 +40,28 @@ def write_report(results: Results, folder: Path) -> list[Path]:
 
     Args:
         results: what docs/results.md describes.
-        folder: is made if it isn't there; files of these names are replaced, others are left alone.
+        folder: is made if it isn't there; files of these names are replaced, and other figures of an earlier run
+            removed.
 
     Returns:
         The files that were written, the page first.
+
+    Raises:
+        ResourceError: the disk refuses.
     """
-    (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     drawings: dict[str, list[Markup]] = {}
     written = []
     with mpl.rc_context(STYLE):
         for picture in pictures(results):
             svg = _bytes(picture, "svg").decode()
             path = folder / FIGURES / f"{_slug(picture.name)}.svg"
-            _replace(path, svg.encode())
-            _replace(path.with_suffix(".png"), _bytes(picture, "png"))
+            write_file(path, svg)
+            write_file(path.with_suffix(".png"), _bytes(picture, "png"))
             written += [path, path.with_suffix(".png")]
             drawings.setdefault(picture.task, []).append(_inline(svg, picture))
     page = folder / PAGE
-    _replace(page, render(results, drawings).encode())
+    write_file(page, render(results, drawings))
+    _remove_others(folder / FIGURES, {path.name for path in written})
     return [page, *written]
 
 
@@ -82,7 +87,10 @@ def _sections(results: Results, drawings: Mapping[str, Sequence[Markup]]) -> Ite
         "Recall", [recall_table(tasks), pairs_table(tasks), generation_table(tasks)], _groups(tasks, drawings)
     )
     yield _section("Perplexity", [perplexity_table(text)], _groups(text, drawings))
-    note = "Accuracy of the student with one branch's output at zero; the difference is whole minus without."
+    note = (
+        "Accuracy of the student with one branch's output at zero. The difference is whole minus without, the rise "
+        "without minus whole: both are above 0 for a branch that helps."
+    )
     yield _section("Without a branch", list(ablation_tables(results["ablations"] or {})), [], note)
     yield _section("Other tasks of lm-eval", list(lm_eval_tables(results["lm_eval"] or {})))
     cache = [{"title": "By length of the context", "drawings": drawings[""]}] if drawings.get("") else []
@@ -124,8 +132,15 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "figure"
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    staged = path.with_name(f".{path.name}.tmp")
-    staged.write_bytes(content)
-    os.replace(staged, path)
+def _remove_others(figures: Path, kept: Collection[str]) -> None:
+    """Remove the figures that an earlier run left; nothing but regular files of this folder itself."""
+    if figures.is_symlink() or not figures.is_dir():
+        return
+    try:
+        for path in list(figures.iterdir()):
+            if path.suffix in (".svg", ".png") and path.name not in kept and path.is_file() and not path.is_symlink():
+                path.unlink()
+    except OSError as error:
+        raise ResourceError(
+            f"old figures in {figures} can't be removed: {error.strerror or error}", "Remove them yourself"
+        ) from error

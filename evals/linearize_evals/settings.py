@@ -125,10 +125,10 @@ def write_json(path: Path, document: Any) -> None:
     Raises:
         ResourceError: the disk refuses.
     """
-    write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_file(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all.
 
     Raises:
@@ -138,7 +138,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            staged.write_text(text, encoding="utf-8")
+            staged.write_bytes(content.encode() if isinstance(content, str) else content)
             os.replace(staged, path)
         finally:
             staged.unlink(missing_ok=True)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from linearize_evals.compare import TOO_WEAK
-from linearize_evals.diagnosis import short
+from linearize_evals.phrases import NONE, number, short
 
-NONE = "–"
 SIDES = ("teacher", "student")
 
 Table = dict[str, Any]  # {"caption", "headers", "rows": lists of strings, "plain": whether it holds words, not figures}
@@ -64,7 +63,7 @@ def pairs_table(tasks: Mapping[str, Any]) -> Table:
     rows = [
         [
             short(name),
-            *(_number(task[side] and task[side]["nll"], ".3f") for side in SIDES),
+            *(number(task[side] and task[side]["nll"], ".3f") for side in SIDES),
             *(NONE if task[key] is None else str(task[key]) for key in ("lost", "gained")),
             _p_value(task["mcnemar"]),
         ]
@@ -78,7 +77,7 @@ def generation_table(tasks: Mapping[str, Any]) -> Table:
     for name, task in tasks.items():
         if made := task["generation"]:
             sides = [
-                [_score(made[side]), _number(made[side]["scored"], ".3f"), _interval(made[side]["difference"], "+.3f")]
+                [_score(made[side]), number(made[side]["scored"], ".3f"), _interval(made[side]["difference"], "+.3f")]
                 if made[side]
                 else [NONE] * 3
                 for side in SIDES
@@ -116,21 +115,28 @@ def perplexity_table(text: Mapping[str, Any]) -> Table:
 
 
 def ablation_tables(ablations: Mapping[str, Any]) -> Iterator[Table]:
-    headers = ["task", "answers", "whole", "without", "difference", "whole nats/token", "without, nats/token"]
+    headers = ["task", "answers", "whole", "without", "difference", "whole, nats/token", "without, nats/token"]
+    headers.append("rise, nats/token")
     for branch, runs in ablations.items():
         rows = [
             [
                 short(name),
                 str(run["n"]),
-                _number(run["full"], ".3f"),
-                _number(run["without"], ".3f"),
+                number(run["full"], ".3f"),
+                number(run["without"], ".3f"),
                 _interval({"value": run["full"] - run["without"], "low": run["low"], "high": run["high"]}, "+.3f"),
-                _number(run["nll_full"], ".3f"),
-                _number(run["nll_without"], ".3f"),
+                number(run["nll_full"], ".3f"),
+                number(run["nll_without"], ".3f"),
+                _interval({"value": _rise(run), "low": run["nll_low"], "high": run["nll_high"]}, "+.3f"),
             ]
             for name, run in (runs or {}).items()
         ]
         yield _table(f"Without the {branch} branch", headers, rows)
+
+
+def _rise(run: Mapping[str, Any]) -> float | None:
+    full, without = run["nll_full"], run["nll_without"]
+    return None if full is None or without is None else without - full
 
 
 def lm_eval_tables(scores: Mapping[str, Any]) -> Iterator[Table]:
@@ -195,15 +201,8 @@ def _words(value: Any) -> str:
     return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return NONE
-    text = format(value, form)
-    return text.lstrip("-") if float(text) == 0 else text.replace("-", "−")
-
-
 def _p_value(p: float | None) -> str:
-    return "< 0.0001" if p is not None and p < 1e-4 else _number(p, ".4f")
+    return "< 0.0001" if p is not None and p < 1e-4 else number(p, ".4f")
 
 
 def _score(side: Mapping[str, Any] | None, value: str = "accuracy", form: str = ".3f") -> str:
@@ -213,7 +212,7 @@ def _score(side: Mapping[str, Any] | None, value: str = "accuracy", form: str = 
 def _interval(found: Mapping[str, Any] | None, form: str) -> str:
     if not found or found["value"] is None:
         return NONE
-    value = _number(found["value"], form)
+    value = number(found["value"], form)
     if found["low"] is None or found["high"] is None:
         return value
-    return f"{value} [{_number(found['low'], form)}, {_number(found['high'], form)}]"
+    return f"{value} [{number(found['low'], form)}, {number(found['high'], form)}]"

@@ -20,6 +20,7 @@ def answer(document: int | str = 0, span: int = 0, correct: bool = True, **field
     defaults: dict[str, Any] = {
         "task": "linearize_niah_single",
         "document": str(document),
+        "index": document if isinstance(document, int) else 0,
         "span": span,
         "length": 256,
         "depth": None,
@@ -84,8 +85,8 @@ def _text(draw: random.Random) -> Iterator[tuple[Answer, Answer]]:
             hit = draw.random() < 0.3
             loss = max(0.02, (0.6 if hit else 2.8) + style + draw.gauss(0, 0.4) + 8 / position)
             rise = draw.gauss(0.5 if hit and position > WINDOW else 0.04, 0.05)
-            fields = {"task": "linearize_ar_text", "document": str(index), "span": position, "length": 1024}
-            fields |= {"position": position, "label": "hit" if hit else "other"}
+            fields = {"task": "linearize_ar_text", "document": str(index), "index": index, "span": position}
+            fields |= {"length": 1024, "position": position, "label": "hit" if hit else "other"}
             right = draw.random() < (0.88 if hit else 0.43)
             teacher = answer(correct=right, logprob=-loss, **fields)
             yield teacher, replace(teacher, logprob=-max(0.01, loss + rise), correct=right and draw.random() < 0.8)
@@ -113,7 +114,8 @@ def example_results(teacher: bool = True) -> dict[str, Any]:
                 "dtype": "bfloat16",
                 "cache": [{"tokens": n, "bytes": 7_900_000} for n in tokens],
                 "window": WINDOW,
-                "mixers": "28 x window 64 + favor, 2 softmax",
+                "full_attention_layers": 0,
+                "mixers": "30 x window 64 + favor",
             },
         },
         **compare(theirs if teacher else None, ours),
@@ -149,4 +151,6 @@ def _ablation(full: float, without: float, low: float, high: float) -> dict[str,
         "high": high,
         "nll_full": 1.42,
         "nll_without": 1.43,
+        "nll_low": -0.01,
+        "nll_high": 0.03,
     }

@@ -1,4 +1,4 @@
-"""Comparing answers of two models: figures worked out by hand, refusals, and what is concluded from them."""
+"""Comparing answers of two models: figures worked out by hand, and refusals."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+from linearize_evals.ablation import contribution
 from linearize_evals.answers import answers
 from linearize_evals.compare import compare
-from linearize_evals.diagnosis import choice_histogram, findings
 from linearize_evals.document import Document, Span
 
 from linearize.errors import UsageError
-from tests.evals.results_example import answer, example_answers, example_results
+from tests.evals.results_example import answer, example_answers
 
 TASK = "linearize_niah_single"
 TEXT = "linearize_ar_text"
@@ -33,16 +34,12 @@ def sample(document: Document, *responses):
 
 def test_answers_are_read_from_logged_samples():
     spans = (Span(2, 4, chance=0.5, distance=3), Span(5, 6, label="hit"))
-    document = Document((1, 2, 3, 4, 5, 6), spans, length=8, depth=0.5, pairs=2)
+    document = Document((1, 2, 3, 4, 5, 6), spans, length=8, depth=0.5, pairs=2, index=3)
     scores = [{"logprob": -1.5, "greedy": True, "argmax": [3, 4]}, {"logprob": -2.0, "greedy": False, "argmax": [9]}]
     first, second = answers({"t": [sample(document, {"spans": scores}, {"spans": [[3, 5]]})]})
-    wanted: dict[str, Any] = {"task": "t", "document": "d0", "length": 8, "depth": 0.5, "pairs": 2}
-    assert (
-        first
-        == answer(
-            span=0, correct=True, **wanted, position=2, distance=3, chance=0.5, logprob=-1.5, tokens=2, generated=False
-        )
-        or first.__dict__ == {}
+    wanted: dict[str, Any] = {"task": "t", "document": "d0", "index": 3, "length": 8, "depth": 0.5, "pairs": 2}
+    assert first == answer(
+        span=0, correct=True, **wanted, position=2, distance=3, chance=0.5, logprob=-1.5, tokens=2, generated=False
     )
     assert (second.span, second.label, second.correct, second.generated) == (1, "hit", False, None)
 
@@ -141,9 +138,7 @@ def text_answers(rise: dict[str, float]):
         for s, label in enumerate(("hit", "other", "other"))
     ]
     return teacher, [
-        answer(
-            a.document, a.span, True, label=a.label, logprob=a.logprob - rise[a.label], position=a.position, **fields
-        )
+        answer(a.index, a.span, True, label=a.label, logprob=a.logprob - rise[a.label], position=a.position, **fields)
         for a in teacher
     ]
 
@@ -158,6 +153,50 @@ def test_the_figures_of_a_text():
     assert text["by_label"]["hit"]["accuracy"]["student"]["accuracy"] == 1
     assert [(b["from"], b["to"], b["spans"]) for b in text["by_position"]] == [(0, 64, 6), (64, 128, 3)]
     assert [b["length"] for b in text["by_length"]] == [128]
+
+
+def test_windows_of_a_text_that_lie_in_each_other_count_once():
+    draw = np.random.default_rng(0)
+    held = 0
+    for _ in range(100):
+        teacher, student = [], []
+        for index, rise in enumerate(draw.normal(0.1, 0.1, 8)):
+            for length in (512, 1024, 2048):
+                fields = {"task": TEXT, "label": "position", "index": index, "length": length, "tokens": length}
+                teacher.append(answer(f"{index}/{length}", logprob=-1000.0, **fields))
+                student.append(answer(f"{index}/{length}", logprob=-1000.0 - rise * length, **fields))
+        text = compare(teacher, student)["text"][TEXT]
+        held += text["ratio"]["low"] <= math.exp(0.1) <= text["ratio"]["high"]
+        assert (text["documents"], text["spans"]) == (8, 24)
+        assert [group["documents"] for group in text["by_length"]] == [8, 8, 8]
+    assert held >= 90  # 77 as if all were independent
+
+
+def test_documents_of_recall_are_independent_whatever_their_number():
+    rows = [answer(f"{length}", index=0, length=length) for length in (256, 512)]
+    assert compare(rows, rows)["tasks"][TASK]["documents"] == 2
+
+
+def test_the_bins_of_distance_count_what_was_lost_and_gained():
+    teacher = [answer(i, correct=i < 6, distance=10 + 10 * (i % 2)) for i in range(8)]
+    student = [answer(i, correct=i > 1, distance=10 + 10 * (i % 2)) for i in range(8)]
+    bins = compare(teacher, student)["tasks"][TASK]["by_distance"]
+    assert [(b["up_to"], b["answers"], b["lost"], b["gained"]) for b in bins] == [(16, 4, 1, 1), (32, 4, 1, 1)]
+    (alone,) = compare(None, student[:1])["tasks"][TASK]["by_distance"]
+    assert (alone["lost"], alone["gained"]) == (None, None)
+
+
+def test_the_figures_of_an_ablation():
+    full = [answer(i, correct=i < 6, logprob=-1.0, tokens=2) for i in range(8)]
+    without = [answer(i, correct=i < 2, logprob=-1.0 - 0.1 * i, tokens=2) for i in range(8)]
+    run = contribution([*full, answer("more")], without)[TASK]
+    assert (run["n"], run["full"], run["without"]) == (8, 0.75, 0.25)
+    assert 0 < run["low"] < 0.5 < run["high"]
+    assert (run["nll_full"], run["nll_without"]) == pytest.approx((0.5, 0.5 + 0.1 * 28 / 16))
+    assert 0 < run["nll_low"] < 0.1 * 28 / 16 < run["nll_high"]
+    broken = contribution(full, [answer(i, correct=False, logprob=-math.inf) for i in range(8)])
+    assert json.dumps(broken, allow_nan=False)
+    assert broken[TASK]["nll_low"] is None
 
 
 def test_no_share_of_a_rise_that_there_isn_t():
@@ -185,120 +224,3 @@ def test_infinite_losses_are_null_in_json():
     json.dumps(found, allow_nan=False)
     assert found["tasks"][TASK]["student"]["nll"] is None
     assert found["text"][TEXT]["student"]["perplexity"] is None
-
-
-def results(teacher=None, student=(), **more):
-    models = {"teacher": None if teacher is None else {}, "student": {"window": 64}}
-    base = {"models": models, "ablations": None, "lm_eval": {}}
-    return base | compare(teacher, student) | more
-
-
-def spread(near: float, far: float, n: int = 100):
-    """n answers within a window of 64 and n beyond it."""
-    places = [(8 + i % 50, i < near * n) for i in range(n)] + [(200 + i % 300, i < far * n) for i in range(n)]
-    return [answer(i, correct=right, distance=distance) for i, (distance, right) in enumerate(places)]
-
-
-def ablation(full: float, without: float, low: float, high: float, nll: float = 1.0, n: int = 500):
-    return {
-        TASK: {"n": n, "full": full, "without": without, "low": low, "high": high, "nll_full": 1.0, "nll_without": nll}
-    }
-
-
-def linear(*figures: float, **more: float):
-    return results(ablations={"linear": ablation(*figures, **more)})  # type: ignore[arg-type]
-
-
-PERFECT = spread(1, 1)
-SAID = {
-    "just what left the window": results(PERFECT, spread(1, 0.05)),
-    "isn't a matter of memory": results(PERFECT, spread(0.5, 0.05)),
-    "the facts lie outside the window": results(PERFECT[100:], spread(1, 0)[100:]),
-    "recall reaches past the window": results(PERFECT, spread(1, 0.97)),
-    "recalls too little to measure": results(spread(0.5, 0.5), spread(0.5, 0.5)),
-    "No teacher was run": results(None, PERFECT),
-    "Nothing was lost that these tasks can see": results(PERFECT, PERFECT),
-    "Few documents": results(PERFECT[:4], PERFECT[:4]),
-    "the linear branch does nothing": linear(0.4, 0.4, -0.02, 0.02),
-    "changes the loss": linear(0.4, 0.4, -0.02, 0.02, nll=1.3),
-    "doesn't need the linear branch": linear(0.95, 0.95, -0.02, 0.02),
-    "too few answers to tell": linear(0.4, 0.4, -0.2, 0.2),
-    "the linear branch does harm": linear(0.4, 0.6, -0.25, -0.15),
-    "recall comes from the window": results(ablations={"window": ablation(0.5, 0.02, 0.44, 0.52)}),
-    "Perplexity hides the loss": results(
-        PERFECT + text_answers({"hit": 0.0, "other": 0.0})[0],
-        spread(0.4, 0.1) + text_answers({"hit": 0.02, "other": 0.02})[1],
-    ),
-    "Recall, not the language": results(*text_answers({"hit": 0.6, "other": 0.1})),
-    "The language itself suffered": results(*text_answers({"hit": 0.1, "other": 0.3})),
-    "generation isn't": results(
-        asked([True] * 50, generated=True), [answer(i, correct=True, generated=i < 30) for i in range(50)]
-    ),
-    "accuracy hasn't moved": results(
-        PERFECT, [answer(i, distance=a.distance, logprob=-0.15) for i, a in enumerate(PERFECT)]
-    ),
-    "answers collapsed: 93 % are choice A, which is right in 25 %": results(
-        lm_eval={"arc": {"histogram": {"student": {"choices": [93, 7, 0, 0], "gold": [25, 25, 25, 25]}}}}
-    ),
-}
-
-
-@pytest.mark.parametrize("words", SAID)
-def test_a_finding_is_said_where_its_figures_are(words):
-    assert sum(words in sentence for sentence in findings(SAID[words])) == 1
-
-
-@pytest.mark.parametrize("words", SAID)
-def test_and_nowhere_else(words):
-    also = {  # what is true of the other's figures too
-        "Nothing was lost that these tasks can see": {
-            "recall reaches past the window",
-            "accuracy hasn't moved",
-            "Few documents",
-            "generation isn't",
-        },
-        "recall reaches past the window": {"Nothing was lost that these tasks can see", "accuracy hasn't moved"},
-        "accuracy hasn't moved": {"recall reaches past the window"},
-        "just what left the window": {"Perplexity hides the loss"},
-        "isn't a matter of memory": {"Perplexity hides the loss"},
-        "Few documents": {"Perplexity hides the loss", "Recall, not the language", "The language itself suffered"},
-        "The language itself suffered": {"Perplexity hides the loss"},
-    }
-    for other, made in SAID.items():
-        if other != words and other not in also.get(words, set()):
-            assert not any(words in sentence for sentence in findings(made)), other
-
-
-def test_no_finding_without_data():
-    assert findings(results([], [])) == []
-    assert findings({"tasks": {}, "text": {}}) == []
-
-
-def test_the_example_says_what_it_was_made_to_show():
-    said = " ".join(example_results()["findings"])
-    for words in ("teacher is too weak", "left the window", "of the rise in loss", "does nothing", "collapsed"):
-        assert words in said
-
-
-def choice(scores: list[float], target: object):
-    return {"resps": [[(score, False)] for score in scores], "target": target}
-
-
-def test_a_histogram_counts_the_most_likely_choices():
-    logged = [choice([-1.0, -2.0, -3.0], 2), choice([-1.0, -5.0, -3.0], "1"), choice([-9.0, -2.0], 1)]
-    assert choice_histogram(logged) == {"choices": [2, 1, 0], "gold": [0, 2, 1]}
-
-
-@pytest.mark.parametrize(
-    "logged",
-    [
-        [],
-        [choice([-1.0], 0)],
-        [choice([-1.0, -2.0], "the cat")],
-        [choice([-1.0, -2.0], 5)],
-        [{"resps": [["generated text"]], "target": 0}],
-        [{"resps": [[{"spans": []}], [{"spans": []}]], "target": 0}],
-    ],
-)
-def test_other_tasks_have_no_histogram(logged):
-    assert choice_histogram(logged) is None

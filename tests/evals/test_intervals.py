@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
+from linearize_evals import intervals
 from linearize_evals.intervals import (
     accuracy,
     bootstrap,
@@ -144,3 +146,16 @@ def test_a_bootstrap_is_reproducible_and_quick():
     found = [bootstrap(sums_DK, lambda s: s[..., 0] / s[..., 1]) for _ in range(40)]
     assert time.perf_counter() - started < 2
     assert all(other == found[0] for other in found)
+
+
+def test_a_bootstrap_of_many_documents_takes_little_memory_and_the_same_draws(monkeypatch):
+    sums_DK = np.random.default_rng(0).random((3000, 2))
+    tracemalloc.start()
+    found = bootstrap(sums_DK, lambda s: s[..., 0] / s[..., 1])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20  # all weights at once: 46 MiB, and twice that to make them
+    monkeypatch.setattr(intervals, "BLOCK", 1 << 30)
+    at_once = bootstrap(sums_DK, lambda s: s[..., 0] / s[..., 1])
+    assert found == pytest.approx(at_once, rel=1e-9)
+    intervals._all_weights.cache_clear()

@@ -12,7 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from linearize_evals.compare import compare
 from linearize_evals.report import write_report
+from linearize_evals.show import print_results
 
+from linearize.errors import ResourceError
 from tests.evals.results_example import answer, example_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +131,7 @@ def test_the_figures_of_the_results_are_on_the_page(page, results):
     assert "window of 64 tokens" in page.text
     for words in (
         "SmolLM2-135M-Instruct",
-        "28 x window 64 + favor, 2 softmax",
+        "30 x window 64 + favor",
         "5.24.0",
         "360.00 MiB",
         "student / teacher",
@@ -157,6 +159,72 @@ def test_names_from_outside_are_text(results, tmp_path):
 def test_the_same_results_give_the_same_bytes(results, written, tmp_path):
     again = write_report(copy.deepcopy(results), tmp_path)
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+
+
+def test_figures_of_an_earlier_run_go_and_nothing_else_does(results, tmp_path):
+    figures, elsewhere = tmp_path / "figures", tmp_path / "elsewhere.svg"
+    (figures / "folder.svg").mkdir(parents=True)
+    for path in (figures / "old.svg", figures / "old.png", figures / "mine.txt", tmp_path / "mine.svg", elsewhere):
+        path.write_text("old")
+    (figures / "link.svg").symlink_to(elsewhere)
+    _, files = report_of(results, tmp_path)
+    left = {path.name for path in figures.iterdir()} - {path.name for path in files}
+    assert left == {"mine.txt", "link.svg", "folder.svg"}
+    assert elsewhere.read_text() == (tmp_path / "mine.svg").read_text() == "old"
+
+
+def test_figures_behind_a_link_stay(results, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/old.svg").write_text("old")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/figures").symlink_to(tmp_path / "theirs")
+    report_of(results, tmp_path / "run")
+    assert (tmp_path / "theirs/old.svg").read_text() == "old"
+
+
+def test_a_disk_that_refuses_is_an_error_of_ours(results, tmp_path):
+    (tmp_path / "figures").write_text("a file where the folder should be")
+    with pytest.raises(ResourceError, match="can't be written"):
+        write_report(results, tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_layer_that_sees_everything_leaves_no_window_to_mark(results, tmp_path):
+    models = copy.deepcopy(results["models"])
+    models["student"]["full_attention_layers"] = 2
+    page, _ = report_of(results, tmp_path, models=models, findings=[])
+    assert "window of 64 tokens" not in page.source
+
+
+def test_the_terminal_shows_what_there_is_in_80_columns(results, tmp_path, capsys):
+    made = copy.deepcopy(results) | {"out": str(tmp_path), "findings": []}
+    made["models"] = {side: {**model, "cache_dtype": "float32"} for side, model in made["models"].items()}
+    text = made["text"]["linearize_ar_text"]
+    text["by_label"]["hit"]["student"]["perplexity"] = None
+    text["by_label"]["hit"]["ratio"]["value"] = None
+    made["tasks"]["linearize_mqar_lines"]["retention"] |= {"low": None, "high": None}
+    print_results(made)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if "wrote" not in line)
+    (hit,) = (line for line in lines if line.startswith("ar_text, hit tokens"))
+    assert hit.split()[-2:] == ["-", "-"]
+    (lists,) = (line for line in lines if line.startswith("mqar_lines"))
+    assert lists.endswith("(- to -)")
+    (weak,) = (line for line in lines if line.startswith("niah_multivalue"))
+    assert weak.endswith("teacher too weak")
+
+
+def test_findings_are_wrapped_for_people_only(results, tmp_path, capsys, monkeypatch):
+    made = example_results(teacher=False) | {"out": str(tmp_path), "findings": ["word " * 60]}
+    made["models"]["student"]["cache_dtype"] = "float32"
+    print_results(made)
+    assert "* " + ("word " * 60).strip() in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    print_results(made)
+    words = [line for line in capsys.readouterr().out.splitlines() if "word" in line]
+    assert len(words) == 6
+    assert all(len(line) <= 60 for line in words)
 
 
 def test_without_a_teacher_there_are_no_columns_of_it(tmp_path):
