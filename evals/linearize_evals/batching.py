@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-import torch
-
 from linearize.errors import ResourceError, UsageError
 
 SHORTEST = 0.9  # of the longest document in a batch: padding costs at most a tenth
@@ -16,8 +14,23 @@ TOKENS_ELSEWHERE = 32768
 Result = TypeVar("Result")
 
 
+def check_batch_size(batch_size: int | str) -> None:
+    """Refuse what is neither "auto" nor a number of documents.
+
+    Raises:
+        UsageError: if so.
+    """
+    if batch_size != "auto" and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
+        raise UsageError(f"the batch size can't be {batch_size!r}", "Use a whole number of at least 1, or auto")
+
+
 def plan_batches(
-    lengths: Sequence[int], batch_size: int | str = "auto", device: str = "cpu", rows: Sequence[int] | None = None
+    lengths: Sequence[int],
+    batch_size: int | str = "auto",
+    device: str = "cpu",
+    rows: Sequence[int] | None = None,
+    *,
+    equal: bool = False,
 ) -> list[list[int]]:
     """Indices of documents in batches, the longest first, so that memory runs out at once or never.
 
@@ -25,12 +38,13 @@ def plan_batches(
         lengths: tokens of each document.
         batch_size: documents in a batch, or "auto": as many as fit into a number of tokens that suits the device.
         rows: sequences that each document takes, 1 by default.
+        equal: only documents of one length share a batch.
 
     Raises:
         UsageError: a batch size that is neither.
     """
-    if batch_size != "auto" and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
-        raise UsageError(f"the batch size can't be {batch_size!r}", 'Use a whole number of at least 1, or "auto"')
+    check_batch_size(batch_size)
+    shortest = 1.0 if equal else SHORTEST
     budget = TOKENS.get(device, TOKENS_ELSEWHERE)
     batches: list[list[int]] = []
     longest = taken = 0
@@ -39,8 +53,8 @@ def plan_batches(
         if batch_size == "auto":
             full = (taken + count) * longest > budget
         else:
-            full = bool(batches) and len(batches[-1]) >= batch_size
-        if not batches or full or lengths[index] < SHORTEST * longest:
+            full = bool(batches) and len(batches[-1]) >= int(batch_size)
+        if not batches or full or lengths[index] < shortest * longest:
             batches.append([])
             longest, taken = lengths[index], 0
         batches[-1].append(index)
@@ -77,6 +91,8 @@ def in_batches(
         if results is None:  # outside the handler, whose traceback keeps the tensors alive
             most = len(batch) // 2
             waiting.append(batch)
+            import torch
+
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         else:
@@ -84,4 +100,6 @@ def in_batches(
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
+    import torch
+
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

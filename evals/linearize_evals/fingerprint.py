@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from linearize.errors import ModelError
+from linearize.modeling.attach import SWITCH
+from linearize.modeling.classes import BLOCK
+from linearize_evals import rope
 
 WIDTH = 512  # words of 8 bytes in a row
-_WHERE = {"_name_or_path", "name_or_path", "transformers_version"}  # what a config says of its file, not of the model
+# What a config says of its file and of the code that reads it, not of the model; the class is told by its name.
+_WHERE = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map"}
 
 
 def fingerprint(model: Any) -> str:
@@ -23,15 +27,24 @@ def fingerprint(model: Any) -> str:
     `WIDTH`-wide table, computed on their device: a change of one weight, or of the order of two, gives another
     digest. Tied weights count once. It guards against mix-ups, not against forgery.
 
+    A converted model whose mixers are bypassed is its base model, and has its fingerprint.
+
     Raises:
         ModelError: a weight without data (on the meta device, or offloaded).
     """
+    rope.reset(model)  # frequencies may be those of what ran last
     digest = hashlib.sha256()
-    config = _without_paths(model.config.to_dict())
+    config, label = _without_paths(model.config.to_dict()), type(model).__name__
+    bypassed = SWITCH in vars(model) and vars(model)[SWITCH].bypassed
+    if bypassed:
+        config["model_type"] = config.pop(BLOCK)["base_model_type"]
+        label = type(model).__bases__[-1].__name__
     attention = getattr(model.config, "_attn_implementation", None)
-    digest.update(json.dumps([type(model).__name__, config, attention], sort_keys=True, default=str).encode())
+    digest.update(json.dumps([label, config, attention], sort_keys=True, default=str).encode())
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
+            if bypassed and f".{BLOCK}." in name:
+                continue
             digest.update(f"\n{kind} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(_sums(name, tensor.detach()))
     return digest.hexdigest()

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.models import huggingface
 
-from linearize.errors import LinearizeError, UsageError
-from linearize_evals import scoring
+from linearize.errors import UsageError
+from linearize_evals import processes, rope, scoring
+from linearize_evals.batching import check_batch_size, in_batches
 from linearize_evals.document import Document
-from linearize_evals.store import Store, document_key
+from linearize_evals.store import Store, document_key, request_key
 from linearize_evals.task import is_packed
 
 Progress = Callable[[str, int, int], None]  # (label, tokens done, tokens in all)
-Result = TypeVar("Result")
+Batches = Sequence[Sequence[int]]
+Runs = Callable[[Batches], Iterator[tuple[list[int], list[Any]]]]  # batches of indices -> (indices, responses) of each
 
 HFLM: Any = huggingface.HFLM  # its decorator hides its type
 
-CPU_BATCH = 8  # of lm-eval's own requests; it would look for the largest batch by filling the memory
+CHUNK = 64  # of lm-eval's own requests, which it answers and which are kept together
+CPU_BATCH = 8  # of them in a forward; it would look for the largest batch by filling the memory
 
 
 class RecallLM(HFLM):
@@ -39,7 +44,7 @@ class RecallLM(HFLM):
         model: a causal LM on its device. It is put into eval mode.
         batch_size: documents in a forward, or "auto".
         store: where scores are kept and looked up first.
-        progress: hears of tokens scored by this process, and of those that it has to score; found ones count.
+        progress: hears of tokens done, and of those to do, by this process; found ones count.
         label: names the model in `progress`.
         max_length: of lm-eval's own requests; the model's by default.
 
@@ -59,35 +64,32 @@ class RecallLM(HFLM):
         label: str = "model",
         max_length: int | None = None,
     ) -> None:
-        from accelerate import PartialState
-
-        size = CPU_BATCH if batch_size == "auto" and model.device.type == "cpu" else batch_size
+        check_batch_size(batch_size)
+        self._processes = processes.start(model.device.type)
         with _quiet():
             super().__init__(
-                pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=size, max_length=max_length
+                pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=CPU_BATCH, max_length=max_length
             )
         self._recall_batch = batch_size
         self._store, self._progress, self._label = store, progress, label
-        self._processes = PartialState()
         self._task_of: dict[Any, str | None] = {}  # task name by text, to name a document that is too long
 
     # Requests
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
-        return self._split(requests, self._likelihoods, super().loglikelihood, disable_tqdm)
+        return self._split(requests, self._likelihoods, super().loglikelihood)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
-        return self._split(requests, self._continuations, super().generate_until, disable_tqdm)
+        return self._split(requests, self._continuations, super().generate_until)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        return self._shared(requests, super().loglikelihood_rolling, disable_tqdm)
+        return self._plain(requests, super().loglikelihood_rolling)
 
     def _split(
         self,
         requests: list[Instance],
         packed: Callable[[list[Document]], list[Any]],
         plain: Callable[..., list[Any]],
-        disable_tqdm: bool,
     ) -> list[Any]:
         """Answer packed requests by `packed`, the others by lm-eval's `plain`, in their order."""
         ours = [number for number, request in enumerate(requests) if is_packed(request)]
@@ -96,102 +98,123 @@ class RecallLM(HFLM):
         if ours:
             results |= zip(ours, packed([Document.from_dict(requests[n].doc) for n in ours]), strict=True)
         if others:
-            answers = self._shared([requests[number] for number in others], plain, disable_tqdm)
-            results |= zip(others, answers, strict=True)
+            results |= zip(others, self._plain([requests[number] for number in others], plain), strict=True)
         return [results[number] for number in range(len(requests))]
 
     def _likelihoods(self, documents: list[Document]) -> list[dict[str, Any]]:
         plan = scoring.plan_likelihood(self.model, documents, self._recall_batch)
 
-        def run(wanted: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[Any]]]:
-            for indices, scores in scoring.score_batches(self.model, documents, wanted):
+        def run(batches: Batches) -> Iterator[tuple[list[int], list[Any]]]:
+            for indices, scores in scoring.score_batches(self.model, documents, batches):
                 yield indices, [[score.to_dict() for score in spans] for spans in scores]
 
-        return self._scored(documents, plan, "likelihood", run)
+        return self._packed(documents, plan, "likelihood", run)
 
     def _continuations(self, documents: list[Document]) -> list[dict[str, Any]]:
         plan = scoring.plan_generation(self.model, documents, self._recall_batch)
 
-        def run(wanted: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[Any]]]:
-            for indices, found in scoring.generate_batches(self.model, documents, wanted):
+        def run(batches: Batches) -> Iterator[tuple[list[int], list[Any]]]:
+            for indices, found in scoring.generate_batches(self.model, documents, batches):
                 yield indices, [[list(tokens) for tokens in spans] for spans in found]
 
-        return self._scored(documents, plan, "generate", run)
+        return self._packed(documents, plan, "generate", run)
 
-    def _scored(
-        self,
-        documents: list[Document],
-        plan: list[list[int]],
-        mode: str,
-        run: Callable[[Sequence[Sequence[int]]], Iterator[tuple[list[int], list[Any]]]],
-    ) -> list[dict[str, Any]]:
-        """{"spans": ...} of every document, from the store where it has them; each new batch is kept at once.
-
-        Batches are planned over all documents and then dealt out, so that their padding, and so their rounding, is
-        the same for any number of processes.
-        """
+    def _packed(self, documents: list[Document], plan: Batches, mode: str, run: Runs) -> list[dict[str, Any]]:
         keys = [document_key(document, mode) for document in documents]
-        mine = plan[self._processes.process_index :: self._processes.num_processes]
+        found = self._answered([len(document.ids) for document in documents], keys, plan, run)
+        return [{"spans": spans} for spans in found]
 
-        def work() -> list[tuple[int, Any]]:
-            found: dict[int, Any] = {}
-            for index in (index for batch in mine for index in batch):
-                kept = self._store.get(keys[index]) if self._store is not None else None
-                if kept is not None:
-                    found[index] = kept
-            total = sum(len(documents[index].ids) for batch in mine for index in batch)
-            done = sum(len(documents[index].ids) for index in found)
+    def _plain(self, requests: list[Instance], answer: Callable[..., list[Any]]) -> list[Any]:
+        """Responses to requests of lm-eval's own tasks by its own code, `CHUNK` at a time."""
+        self._task_of = {request.args: request.task_name for request in requests if _hashable(request.args)}
+        self._task_of |= {request.args[0]: request.task_name for request in requests}
+        sizes, seen, keys = self._tokens(requests), Counter(), []
+        for request in requests:
+            name = repr(request.args)
+            keys.append(request_key(request.request_type, request.args, seen[name], self.max_length))
+            seen[name] += 1
+
+        def run(chunks: Batches) -> Iterator[tuple[list[int], list[Any]]]:
+            def chunk(indices: Sequence[int]) -> list[Any]:
+                self.batch_size_per_gpu = self._rows(max(sizes[index] for index in indices))
+                return answer([requests[index] for index in indices], disable_tqdm=True)
+
+            return in_batches(chunks, chunk)
+
+        found = self._answered(sizes, keys, _chunks(requests), run)
+        return [tuple(response) if isinstance(response, list) else response for response in found]  # JSON has no tuples
+
+    def _tokens(self, requests: list[Instance]) -> list[int]:
+        """How long each request's texts are together."""
+        texts = sorted({text for request in requests for text in request.args if isinstance(text, str)})
+        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        lengths = {text: len(tokens) for text, tokens in zip(texts, ids, strict=True)}
+        return [sum(lengths[text] for text in request.args if isinstance(text, str)) for request in requests]
+
+    def _rows(self, tokens: int) -> int:
+        """Requests in a forward of lm-eval's, which computes all logits of up to `tokens` positions each."""
+        if rope.moves(self.model.config):
+            return 1
+        if self._recall_batch != "auto":
+            return int(self._recall_batch)
+        if self.model.device.type == "cpu":
+            return CPU_BATCH
+        row = max(1, tokens) * self.model.config.get_text_config().vocab_size * self.model.dtype.itemsize
+        return min(CHUNK, max(1, scoring.logits_bytes(self.model.device) // row))
+
+    # Shared between processes, and kept
+
+    def _answered(self, sizes: Sequence[int], keys: Sequence[str | None], plan: Batches, run: Runs) -> list[Any]:
+        """The response to everything that is asked, from the store where it has it; each new batch is kept at once.
+
+        Batches are planned over all that is asked, and run whole if anything in them is missing, so that their padding,
+        and so their rounding, is the same for any number of processes, and for a run that goes on after a stop.
+        Only what the first process's store lacks is dealt out, so that all have something to do.
+
+        Args:
+            sizes: tokens of each.
+            keys: in the store; None for what can't be kept.
+            plan: batches of indices.
+        """
+        known = processes.same({n for n, key in enumerate(keys) if self._stored(key) is not None})
+        waiting = [batch for batch in plan if not known.issuperset(batch)]
+        mine = waiting[self._processes.process_index :: self._processes.num_processes]
+
+        def work() -> dict[int, Any]:
+            found = {n: self._stored(keys[n]) for n in known} if self._processes.is_main_process else {}
+            done = sum(sizes[n] for n in known)
+            total = done + sum(sizes[n] for batch in mine for n in batch if n not in known)
             self._report(done, total)
-            waiting = [[index for index in batch if index not in found] for batch in mine]
-            for indices, results in run([batch for batch in waiting if batch]):
-                found |= zip(indices, results, strict=True)
+            for indices, responses in run(mine):
+                new = {n: response for n, response in zip(indices, responses, strict=True) if n not in known}
                 if self._store is not None:  # an empty one is false
-                    self._store.append((keys[index], found[index]) for index in indices)
-                done += sum(len(documents[index].ids) for index in indices)
+                    self._store.append((key, new[n]) for n in new if (key := keys[n]) is not None)
+                found |= new
+                done += sum(sizes[n] for n in new)
                 self._report(done, total)
-            return list(found.items())
+            return found
 
-        everything = dict(self._together(work))
-        return [{"spans": everything[index]} for index in range(len(documents))]
+        everything = {n: response for found in processes.together(work) for n, response in found.items()}
+        if self._store is not None:
+            self._store.remember((key, everything[n]) for n, key in enumerate(keys) if key is not None)
+        return [everything[n] for n in range(len(keys))]
+
+    def _stored(self, key: str | None) -> Any:
+        return None if self._store is None or key is None else self._store.get(key)
 
     def _report(self, done: int, total: int) -> None:
         if self._progress is not None:
             self._progress(self._label, done, total)
 
-    # Processes
+    # RoPE that remembers
 
-    def _shared(self, requests: list[Instance], run: Callable[..., list[Any]], disable_tqdm: bool) -> list[Any]:
-        """Results of lm-eval's own code for all requests, each process doing every n-th."""
-        self._task_of = {request.args: request.task_name for request in requests if _hashable(request.args)}
-        self._task_of |= {request.args[0]: request.task_name for request in requests}
-        mine = range(self._processes.process_index, len(requests), self._processes.num_processes)
+    def _model_call(self, *args: Any, **kwargs: Any) -> Any:
+        rope.reset(self.model)
+        return super()._model_call(*args, **kwargs)
 
-        def work() -> list[tuple[int, Any]]:
-            answers = run([requests[n] for n in mine], disable_tqdm=disable_tqdm) if mine else []
-            return list(zip(mine, answers, strict=True))
-
-        everything = dict(self._together(work))
-        return [everything[number] for number in range(len(requests))]
-
-    def _together(self, work: Callable[[], list[Result]]) -> list[Result]:
-        """What `work` gives in all processes. An error in one is an error in all, which would wait for it otherwise."""
-        if self._processes.num_processes == 1:
-            return work()
-        from accelerate.utils import gather_object
-
-        results: list[Result] = []
-        error: Exception | None = None
-        try:
-            results = work()
-        except Exception as caught:
-            error = caught
-        gathered = gather_object([(self._processes.process_index, repr(error) if error else None, results)])
-        if error is not None:
-            raise error
-        for process, failure, _ in gathered:
-            if failure:
-                raise LinearizeError(f"process {process} failed: {failure}")
-        return [result for _, _, results in gathered for result in results]
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        rope.reset(self.model)
+        return super()._model_generate(*args, **kwargs)
 
     # Nothing is truncated
 
@@ -224,6 +247,21 @@ class RecallLM(HFLM):
 
 def _hashable(arguments: tuple) -> bool:
     return all(isinstance(argument, str) for argument in arguments)
+
+
+def _chunks(requests: Sequence[Instance]) -> list[list[int]]:
+    """Indices of requests, the longest first and those with equal settings or context next to each other, in chunks.
+
+    lm-eval runs continuations of one token for the same context in one forward.
+    """
+
+    def order(index: int) -> tuple[str, int, str, int]:
+        first, *others = requests[index].args
+        settings = json.dumps([other for other in others if not isinstance(other, str)], sort_keys=True, default=str)
+        return settings, -len(first), first, index
+
+    ordered = sorted(range(len(requests)), key=order)
+    return [ordered[start : start + CHUNK] for start in range(0, len(ordered), CHUNK)]
 
 
 @contextmanager

@@ -37,10 +37,11 @@ def choose_device(device: str | None) -> Any:
         UsageError: if torch doesn't know or have it.
     """
     import torch
-    from accelerate import PartialState
+
+    from linearize_evals import processes
 
     if device is None:
-        return PartialState().device
+        return processes.start().device
     try:
         chosen = torch.device(device)
         torch.empty(1, device=chosen)

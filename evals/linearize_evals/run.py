@@ -12,6 +12,7 @@ from typing import Any
 
 import linearize
 from linearize.errors import ModelError, UsageError
+from linearize_evals.batching import check_batch_size
 from linearize_evals.settings import (
     RESULTS,
     RUN,
@@ -87,16 +88,17 @@ def evaluate(
     names = [task.strip() for task in tasks if task.strip()]
     grid: dict[str, Any] = {"lengths": lengths, "depths": depths, "pairs": pairs, "samples": samples}
     ours, others = chosen_tasks(suite, names, **grid)
-    if batch_size != "auto" and not (isinstance(batch_size, int) and batch_size > 0):
-        raise UsageError(f"the batch size can't be {batch_size!r}", "Use a whole number of at least 1, or auto")
+    check_batch_size(batch_size)
     compared = _teacher(student, teacher)
     folder = Path(out) if out is not None else Path(f"{_basename(student)}-eval")
+    from linearize_evals import processes
     from linearize_evals.loading import choose_device, choose_dtype
 
+    main = processes.start(device).is_main_process
     place = choose_device(device)
     if resume and dtype is None:  # what was measured to be faster may differ this time
-        dtype = earlier_dtype(folder)
-    chosen, because = choose_dtype(dtype, place)
+        dtype = processes.first(lambda: earlier_dtype(folder))
+    chosen, because = processes.same(choose_dtype(dtype, place))
     settings = Settings(
         student=str(student),
         teacher=compared,
@@ -111,8 +113,10 @@ def evaluate(
         ablate=ablate,
         dtype=str(chosen).removeprefix("torch."),
     )
-    check_folder(folder, settings.decisive(), resume=resume)
-    run = Run(settings, folder, place, chosen, batch_size, progress, note or (lambda text: None))
+    # The first process may begin to write there as soon as it has looked.
+    processes.first(lambda: check_folder(folder, settings.decisive(), resume=resume))
+    told = note if note is not None and main else lambda text: None
+    run = Run(settings, folder, place, chosen, batch_size, progress, told)
     run.say(f"{settings.dtype} on {place.type}: {because}")
     return run.all()
 
@@ -217,14 +221,17 @@ class Run:
             self.dtypes[role] = str(model.dtype).removeprefix("torch.")
         self.fingerprints[role] = fingerprint(model)
         identity = {
-            "role": role if self.settings.teacher == SELF or role not in ("teacher", "student") else "whole",
+            "role": "whole" if role in ("teacher", "student") else role,
             "fingerprint": self.fingerprints[role],
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": self.device.type,
             "versions": versions(),
         }
         # A teacher is judged once for all its students; a student's scores stay with the run that they belong to.
-        store = Store(cache_folder() if role == "teacher" else self.folder / "scores", identity)
+        if role == "teacher":
+            store = Store(cache_folder(), identity)
+        else:
+            store = Store(self.folder / "scores", identity, elsewhere="choose another folder with -o")
         main = PartialState().is_main_process
         lm = RecallLM(
             model,

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize_evals import rope
 from linearize_evals.batching import in_batches, plan_batches
 from linearize_evals.document import Document
 
 LONGEST_ARGMAX = 32  # a longer answer is a stretch of text, whose arg-max tokens nobody looks at
 GENERATED_SPANS = 4  # each costs a prompt of its own
 SLICE_ELEMENTS = 1 << 25  # of fp32 logits at a time: 128 MiB
-LOGITS_BYTES = 1 << 31  # what the logits of one forward may take
+LOGITS_BYTES = 1 << 31  # what the logits of one forward may take; on a GPU, see `logits_bytes`
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def score(model: Any, documents: Sequence[Document], *, batch_size: int | str = 
 
 def plan_likelihood(model: Any, documents: Sequence[Document], batch_size: int | str = "auto") -> list[list[int]]:
     """Batches (indices of `documents`) that `score_batches` takes."""
-    return plan_batches([len(document.ids) for document in documents], batch_size, _device(model).type)
+    lengths = [len(document.ids) for document in documents]
+    return plan_batches(lengths, batch_size, _device(model).type, equal=rope.moves(model.config))
 
 
 def score_batches(
@@ -71,8 +73,19 @@ def score_batches(
 ) -> Iterator[tuple[list[int], list[list[SpanScore]]]]:
     """As `score`, batch by batch: yields (indices of documents, their scores)."""
     _check_mode(model)
-    keep = has_logits_to_keep(model)
-    yield from in_batches(batches, lambda batch: _score(model, [documents[i] for i in batch], keep))
+    most = logits_bytes(_device(model)) if has_logits_to_keep(model) else None
+    yield from in_batches(batches, lambda batch: _score(model, [documents[i] for i in batch], most))
+
+
+def logits_bytes(device: torch.device) -> int:
+    """What the logits of one forward may take: a quarter of a GPU's free memory, `LOGITS_BYTES` elsewhere.
+
+    A power of two, so that a little more or less of free memory doesn't split a batch elsewhere and change rounding.
+    """
+    if device.type != "cuda":
+        return LOGITS_BYTES
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 1 << max(20, (free // 4).bit_length() - 1)
 
 
 def has_logits_to_keep(model: Any) -> bool:
@@ -83,8 +96,12 @@ def has_logits_to_keep(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def _score(model: Any, documents: Sequence[Document], keep: bool) -> list[list[SpanScore]]:
-    """One batch. Padding on the right needs no mask: causal models don't look at it."""
+def _score(model: Any, documents: Sequence[Document], most: int | None) -> list[list[SpanScore]]:
+    """One batch. Padding on the right needs no mask: causal models don't look at it.
+
+    Args:
+        most: bytes that the logits of one forward may take; None if the model computes all of them anyway.
+    """
     device = _device(model)
     ids = torch.zeros(len(documents), max(len(document.ids) for document in documents), dtype=torch.long)
     wanted = []  # (document, position of the logits) of every answer token
@@ -94,16 +111,17 @@ def _score(model: Any, documents: Sequence[Document], keep: bool) -> list[list[S
     if not wanted:
         return [[] for _ in documents]
     rows, positions = torch.tensor(wanted).unbind(1)
-    parts = _parts(model, rows, positions, keep)
+    parts = _parts(model, rows, positions, most)
     if len(parts) > 1 and len(documents) > 1:
         half = len(documents) // 2
-        return _score(model, documents[:half], keep) + _score(model, documents[half:], keep)
+        return _score(model, documents[:half], most) + _score(model, documents[half:], most)
     logprobs = torch.empty(len(wanted), dtype=torch.float32)
     argmax = torch.empty(len(wanted), dtype=torch.long)
+    inputs = ids.to(device)
     for part in parts:
         chosen = positions[part].unique()
-        inputs = ids.to(device)
-        if keep:
+        rope.reset(model)
+        if most is not None:
             logits = model(input_ids=inputs, use_cache=False, logits_to_keep=chosen.to(device)).logits
             columns = torch.searchsorted(chosen, positions[part])
         else:
@@ -116,35 +134,36 @@ def _score(model: Any, documents: Sequence[Document], keep: bool) -> list[list[S
     return _by_span(documents, logprobs, right, argmax)
 
 
-def _parts(model: Any, rows: Tensor, positions: Tensor, keep: bool) -> list[Tensor]:
+def _parts(model: Any, rows: Tensor, positions: Tensor, most: int | None) -> list[Tensor]:
     """Indices of the wanted logits, split so that the logits of one forward fit into memory.
 
     There is more than one part, and so more than one forward, only for thousands of positions and a large vocabulary.
     """
     order = torch.argsort(positions, stable=True)
-    if not keep:
+    if most is None:
         return [order]
     vocab = model.config.get_text_config().vocab_size
     batch = int(rows.max()) + 1
-    most = max(1, LOGITS_BYTES // (batch * vocab * torch.finfo(model.dtype).bits // 8))
-    number = torch.unique(positions[order], return_inverse=True)[1] // most
+    columns = max(1, most // (batch * vocab * torch.finfo(model.dtype).bits // 8))
+    number = torch.unique(positions[order], return_inverse=True)[1] // columns
     return [order[number == n] for n in range(int(number.max()) + 1)]
 
 
 def _log_softmax_at(logits: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Log probabilities (fp32) of `targets` at logits[rows, columns], and arg-maxes, both (N,) on the CPU.
 
-    NaN where a row of logits has a NaN or +inf.
+    NaN where a row of logits has a NaN or +inf. A GPU is waited for once, at the end.
     """
-    device, step = logits.device, max(1, SLICE_ELEMENTS // logits.shape[-1])
+    step = max(1, SLICE_ELEMENTS // logits.shape[-1])
+    rows, columns, targets = (tensor.to(logits.device) for tensor in (rows, columns, targets))
     logprobs, best = [], []
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        chosen = logits[rows[part].to(device), columns[part].to(device)].float()
-        target = chosen.gather(1, targets[part, None].to(device)).squeeze(1)
-        logprobs.append((target - chosen.logsumexp(-1)).cpu())
-        best.append(chosen.argmax(-1).cpu())
-    return torch.cat(logprobs), torch.cat(best)
+        chosen = logits[rows[part], columns[part]].float()
+        target = chosen.gather(1, targets[part, None]).squeeze(1)
+        logprobs.append(target - chosen.logsumexp(-1))
+        best.append(chosen.argmax(-1))
+    return torch.cat(logprobs).cpu(), torch.cat(best).cpu()
 
 
 def _check_finite(logprobs: Tensor, rows: Tensor, documents: Sequence[Document]) -> None:
@@ -214,27 +233,37 @@ def generate_batches(
 
 @torch.inference_mode()
 def _generate(model: Any, documents: Sequence[Document], use_cache: bool) -> list[list[tuple[int, ...]]]:
-    """One batch, padded on the left with a mask; every prompt gets as many tokens as the longest answer, then a cut."""
-    from transformers import GenerationConfig
-
+    """One batch; prompts of different length share a forward unless RoPE forbids it."""
     jobs = [(row, span) for row, document in enumerate(documents) for span in document.spans[:GENERATED_SPANS]]
     found: list[list[tuple[int, ...]]] = [[] for _ in documents]
-    if not jobs:
-        return found
-    longest = max(span.start for _, span in jobs)
-    ids = torch.zeros(len(jobs), longest, dtype=torch.long)
+    groups = [jobs] if jobs else []
+    if rope.moves(model.config):  # a document's spans are in order, so the shortest prompts go first
+        starts = sorted({span.start for _, span in jobs})
+        groups = [[job for job in jobs if job[1].start == start] for start in starts]
+    for group in groups:
+        prompts = [documents[row].ids[: span.start] for row, span in group]
+        count = max(span.end - span.start for _, span in group)
+        for (row, span), tokens in zip(group, _continue(model, prompts, count, use_cache), strict=True):
+            found[row].append(tuple(tokens[: span.end - span.start]))
+    return found
+
+
+def _continue(model: Any, prompts: Sequence[Sequence[int]], count: int, use_cache: bool) -> list[list[int]]:
+    """`count` more tokens for every prompt, padded on the left with a mask; answers that are shorter are cut later."""
+    from transformers import GenerationConfig
+
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for number, (row, span) in enumerate(jobs):
-        ids[number, longest - span.start :] = torch.tensor(documents[row].ids[: span.start])
-        mask[number, longest - span.start :] = 1
-    count = max(span.end - span.start for _, span in jobs)
+    for number, prompt in enumerate(prompts):
+        ids[number, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[number, longest - len(prompt) :] = 1
     device = _device(model)
     settings = GenerationConfig(do_sample=False, max_new_tokens=count, pad_token_id=0, use_cache=use_cache)
+    rope.reset(model)
     with _without_settings(model):
         out = model.generate(ids.to(device), attention_mask=mask.to(device), generation_config=settings)
-    for (row, span), tokens in zip(jobs, out[:, longest:].tolist(), strict=True):
-        found[row].append(tuple(tokens[: span.end - span.start]))
-    return found
+    return out[:, longest:].tolist()
 
 
 @contextmanager

@@ -25,6 +25,20 @@ def document_key(document: Document, mode: str) -> str:
     return hashlib.sha256(json.dumps([mode, document.ids, spans]).encode()).hexdigest()
 
 
+def request_key(kind: str, arguments: Any, occurrence: int, max_length: int) -> str | None:
+    """As `document_key`, for a request of one of lm-eval's own tasks; None if its arguments can't be written as JSON.
+
+    Args:
+        occurrence: 0, 1, ... of equal requests in one call: answers that are sampled may differ.
+        max_length: of the model, by which long texts are cut into windows.
+    """
+    try:
+        text = json.dumps([kind, arguments, occurrence, max_length], sort_keys=True)
+    except TypeError:
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class Store:
     """Scores of one model, in one file that only grows: a line that says which model, then a line for each document.
 
@@ -34,17 +48,26 @@ class Store:
         folder: made if need be.
         identity: what the scores depend on besides the documents: fingerprint, dtype, device, versions. It names the
             file, unless `name` does, and its first line holds it.
+        elsewhere: how a user chooses another folder, for messages.
 
     Raises:
         UsageError: the file belongs to another identity, or isn't such a file.
         ResourceError: the disk refuses.
     """
 
-    def __init__(self, folder: str | Path, identity: Mapping[str, Any], name: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        identity: Mapping[str, Any],
+        name: str | None = None,
+        *,
+        elsewhere: str = "set LINEARIZE_CACHE to another folder",
+    ) -> None:
+        self._elsewhere = elsewhere
         head = json.dumps({"identity": identity}, sort_keys=True)
         self.path = Path(folder) / ((name or hashlib.sha256(head.encode()).hexdigest()[:32]) + SUFFIX)
         self._scores: dict[str, Any] = {}
-        with _disk_errors(self.path):
+        with self._disk_errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(f"{self.path}.lock")
             with self._lock:
@@ -67,7 +90,7 @@ class Store:
         if not new:
             return
         text = "".join(json.dumps({"key": key, "score": value}) + "\n" for key, value in new.items())
-        with _disk_errors(self.path), self._lock, open(self.path, "r+b") as file:
+        with self._disk_errors(), self._lock, open(self.path, "r+b") as file:
             size = _cut_torn_line(file)
             try:
                 file.write(text.encode())
@@ -77,6 +100,10 @@ class Store:
                 file.truncate(size)
                 raise
         self._scores.update(new)
+
+    def remember(self, scores: Iterable[tuple[str, Any]]) -> None:
+        """Find scores that another process has kept in the file since it was opened here."""
+        self._scores.update(scores)
 
     def _open(self, head: str) -> None:
         with open(self.path, "a+b") as file:  # makes it, and doesn't empty it
@@ -106,7 +133,16 @@ class Store:
         return entry
 
     def _refused(self, what: str) -> UsageError:
-        return UsageError(f"the score cache {self.path} {what}", "Delete it, or use another cache folder")
+        return UsageError(f"the score cache {self.path} {what}", f"Delete it, or {self._elsewhere}")
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            mend = "Free some space" if error.errno == errno.ENOSPC else "Check the disk"
+            what = f"the score cache {self.path}: {error.strerror or error}"
+            raise ResourceError(what, f"{mend}, or {self._elsewhere}") from error
 
 
 def _cut_torn_line(file: Any) -> int:
@@ -125,14 +161,3 @@ def _cut_torn_line(file: Any) -> int:
         file.truncate(keep)
     file.seek(keep)
     return keep
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        mend = "Free some space" if error.errno == errno.ENOSPC else "Check the disk"
-        raise ResourceError(
-            f"the score cache {path}: {error.strerror or error}", f"{mend}, or use another cache folder"
-        ) from error

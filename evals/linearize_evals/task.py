@@ -23,11 +23,6 @@ NEEDS_TOKENIZER = (
 )
 
 
-def tasks_path() -> Path:
-    """The folder of task files, for lm-eval's `include_path`."""
-    return Path(__file__).with_name("tasks")
-
-
 def is_packed(request: Instance) -> bool:
     """Whether a request asks for all answers of a document at once, which only `RecallLM` understands."""
     document = isinstance(request.doc, dict) and {"ids", "spans"} <= request.doc.keys()

@@ -6,20 +6,47 @@ import json
 import sys
 from pathlib import Path
 
-from accelerate import PartialState
-from linearize_evals import catalogue, scoring
+from linearize_evals import catalogue, processes, scoring
 from linearize_evals.lm import RecallLM
-from linearize_evals.store import Store
-from linearize_evals.task import tasks_path
+from linearize_evals.store import Store, document_key
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
+from linearize.errors import UsageError
 from tests.evals.engine import byte_tokenizer, documents, tiny
 
 
+def resumed(out, model, made, responses):
+    """Forwards of this process where every other batch is in the store, as its share would be of two processes."""
+    batches = scoring.plan_likelihood(model, made, 2)
+    store = Store(out, {"model": 1}, name="half")
+    if processes.start().is_main_process:
+        store.append((document_key(made[n], "likelihood"), responses[n]["spans"]) for b in batches[::2] for n in b)
+    processes.start().wait_for_everyone()
+    forwards = []
+    hook = model.register_forward_hook(lambda *_: forwards.append(1))
+    lm = RecallLM(model, byte_tokenizer(), batch_size=2, store=Store(out, {"model": 1}, name="half"))
+    asked = [Instance("loglikelihood", d.to_dict(), ("x", ""), 0, ("t", n, 1)) for n, d in enumerate(made)]
+    assert lm.loglikelihood(asked) == responses
+    hook.remove()
+    return len(forwards)
+
+
+def refused():
+    """What an error in the first process is in each."""
+
+    def refuse():
+        raise UsageError("a wrong option", "Leave it out")
+
+    try:
+        processes.first(refuse)
+    except UsageError as error:
+        return str(error)
+
+
 def main(out: Path, fail: bool) -> None:
-    state = PartialState(cpu=True)
+    state = processes.start()
     made = documents(13, (60,))
     catalogue.build = lambda name, tokenizer, **options: made
     tokenizer, model, reports = byte_tokenizer(), tiny("default"), []
@@ -32,14 +59,14 @@ def main(out: Path, fail: bool) -> None:
     store = Store(out, {"model": 1}, name="kept")
     lm = RecallLM(model, tokenizer, batch_size=2, store=store, progress=report)
     metadata = {"tokenizer": tokenizer, "packed": True}
-    manager = TaskManager(include_path=str(tasks_path()), include_defaults=False, metadata=metadata)
+    manager = TaskManager(include_path=str(catalogue.tasks_path()), include_defaults=False, metadata=metadata)
     local, name = scoring.score(model, made, batch_size=2) if not fail else [], "linearize_niah_single"
     task = manager.load([name])["tasks"][name]
     task.build_all_requests()
     responses = lm.loglikelihood(task.instances)
     tokens = reports[-1]
     plain = [
-        Instance("loglikelihood", {"q": n}, (f"context {n}", f" answer {n}"), 0, ("theirs", n, 1)) for n in range(7)
+        Instance("loglikelihood", {"q": n}, (f"context {n}", f" answer {n}"), 0, ("theirs", n, 1)) for n in range(100)
     ]
     generated = [
         Instance("generate_until", {"q": n}, ("x" * (n + 1), {"until": ["\n"], "max_gen_toks": 4}), 0, ("theirs", n, 1))
@@ -52,6 +79,9 @@ def main(out: Path, fail: bool) -> None:
         "generated": lm.generate_until(generated),
         "one": [lm.loglikelihood(alone), lm.loglikelihood(plain[:1])[0][1]],
         "tokens": tokens,
+        "resumed": resumed(out, model, made, responses),
+        "same": processes.same(state.process_index),
+        "first": refused(),
     }
     assert [response["spans"] for response in responses] == found["scores"]
     result = simple_evaluate(lm, tasks=[name], task_manager=manager, bootstrap_iters=0)

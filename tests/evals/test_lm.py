@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from linearize_evals import catalogue
+import torch
+from linearize_evals import catalogue, scoring
+from linearize_evals import lm as module
 from linearize_evals.document import Span
 from linearize_evals.lm import RecallLM
-from linearize_evals.store import Store
-from linearize_evals.task import GENERATION, tasks_path
+from linearize_evals.store import Store, document_key
+from linearize_evals.task import GENERATION
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -25,7 +27,9 @@ def hand_made(monkeypatch, made):
 
 def evaluate(lm, task="linearize_niah_single", **metadata):
     manager = TaskManager(
-        include_path=str(tasks_path()), include_defaults=False, metadata={"tokenizer": byte_tokenizer(), **metadata}
+        include_path=str(catalogue.tasks_path()),
+        include_defaults=False,
+        metadata={"tokenizer": byte_tokenizer(), **metadata},
     )
     return simple_evaluate(lm, tasks=[task], task_manager=manager, bootstrap_iters=10)
 
@@ -150,6 +154,87 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, generated):
     forwards.clear()
     assert run(Store(tmp_path, {"model": 1})) == expected
     assert not forwards
+
+
+def test_a_batch_of_which_one_document_is_missing_runs_as_it_was_planned(tmp_path):
+    """Without the others its padding, and so its rounding, would be another."""
+    model, made, shapes = tiny(), documents(4, (60, 58)), []
+    expected = RecallLM(model, byte_tokenizer(), batch_size=2).loglikelihood(packed(made))
+    batches = scoring.plan_likelihood(model, made, 2)
+    kept = [0, 1, 2, 3]
+    kept.remove(batches[1][1])
+    store, marked = Store(tmp_path, {"model": 1}), expected[batches[1][0]]["spans"]
+    marked[0]["logprob"] -= 1  # what was kept stays
+    store.append((document_key(made[n], "likelihood"), expected[n]["spans"]) for n in kept)
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    seen = []
+    lm = RecallLM(model, byte_tokenizer(), batch_size=2, store=store, progress=lambda *report: seen.append(report[1:]))
+    assert lm.loglikelihood(packed(made)) == expected
+    missing = len(made[batches[1][1]].ids)
+    assert shapes == [(2, max(len(made[n].ids) for n in batches[1]))]
+    assert seen == [(236 - missing, 236), (236, 236)]
+
+
+TEXTS = [f"{'word ' * (n % 7)}number {n}" for n in range(10)]
+SETTINGS = {"until": ["\n"], "max_gen_toks": 3}
+REQUESTS = {
+    "loglikelihood": plain(*((text, f" answer {n}") for n, text in enumerate(TEXTS)), (TEXTS[0], " answer 0")),
+    "loglikelihood_rolling": plain(*((text,) for text in TEXTS), kind="loglikelihood_rolling"),
+    "generate_until": plain(*((text, SETTINGS) for text in TEXTS), kind="generate_until"),
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_lm_evals_own_requests_are_kept_and_resumed(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(module, "CHUNK", 4)
+    model, forwards, seen = tiny("default"), [], []
+
+    def run(store, progress=None):
+        lm = RecallLM(model, byte_tokenizer(), store=store, progress=progress, label="teacher")
+        return getattr(lm, kind)(REQUESTS[kind])
+
+    def stop(*report):
+        seen.append(report)
+        if len(seen) == 2:
+            raise Stopped
+
+    expected = run(None)
+    theirs = getattr(HFLM(pretrained=model, tokenizer=byte_tokenizer(), batch_size=4), kind)(REQUESTS[kind])
+    for mine, want in zip(expected, theirs, strict=True):
+        assert type(mine) is type(want)
+        assert mine == want if isinstance(want, str) else mine == pytest.approx(want, abs=1e-4)
+    with pytest.raises(Stopped):
+        run(Store(tmp_path, {"model": 1}), stop)
+    (label, nothing, total), (_, done, _) = seen
+    assert (label, nothing) == ("teacher", 0)
+    assert total == sum(len(text) for request in REQUESTS[kind] for text in request.args if isinstance(text, str))
+    assert 0 < done < total
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    assert run(Store(tmp_path, {"model": 1}), lambda *report: seen.append(report)) == expected
+    assert (seen[2], seen[-1]) == (("teacher", done, total), ("teacher", total, total))
+    assert forwards
+    forwards.clear()
+    assert run(Store(tmp_path, {"model": 1})) == expected
+    assert not forwards
+
+
+def test_requests_share_no_forward_where_rope_depends_on_the_longest():
+    options = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    rows = plain(("a" * 200, " b"), ("c" * 90, " d"))
+    asked = plain(("a" * 200, SETTINGS), ("c" * 90, SETTINGS), kind="generate_until")
+    model, angles = tiny(rope_parameters=options, max_position_embeddings=64), []
+    lm = RecallLM(model, byte_tokenizer(), max_length=512)
+    alone = [lm.loglikelihood([row])[0] for row in reversed(rows)]
+    assert lm.loglikelihood(rows) == alone[::-1]
+    model.model.rotary_emb.register_forward_hook(lambda module, args, out: angles.append(out[0]))
+    alone = [lm.generate_until([row])[0] for row in reversed(asked)]
+    prompts = [angle for angle in angles if angle.shape[1] > 1]
+    angles.clear()
+    assert lm.generate_until(asked) == alone[::-1]
+    for mine, want in zip([angle for angle in angles if angle.shape[1] > 1], prompts[::-1], strict=True):
+        assert torch.equal(mine, want)
 
 
 def test_likelihood_and_generation_do_not_share_scores(tmp_path):

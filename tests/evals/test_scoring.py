@@ -12,7 +12,7 @@ from linearize_evals.document import Document, Span
 from linearize_evals.scoring import generate, score
 
 from linearize.errors import ResourceError, UsageError
-from tests.evals.engine import NEWLINE, RECIPES, SPACE, continued, documents, reference, tiny
+from tests.evals.engine import NEWLINE, RECIPES, SPACE, VOCAB, continued, documents, reference, tiny
 
 ALL = [None, *RECIPES]
 
@@ -132,6 +132,68 @@ def test_nan_names_the_document_or_the_layer():
         score(model, documents())
 
 
+ROPE = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 24,
+        "long_factor": [1.0 + n for n in range(24)],
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", [None, "default"])
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_that_depends_on_the_longest_row_gives_each_document_its_own(kind, recipe):
+    options = {"rope_parameters": ROPE[kind], "max_position_embeddings": 256 if kind == "longrope" else 64}
+    some = documents(8, (190, 180, 70, 66, 60, 58))
+    fresh = [score(tiny(recipe, **options), [document])[0] for document in some]
+    said = [generate(tiny(recipe, **options), [document])[0] for document in some]
+    model = tiny(recipe, **options)
+    for order in (some, some[::-1]):
+        for size in (1, 8):
+            found, continued = score(model, order, batch_size=size), generate(model, order, batch_size=size)
+            for n, document in enumerate(order):
+                for mine, want in zip(found[n], fresh[document.index], strict=True):
+                    assert mine.logprob == pytest.approx(want.logprob, abs=1e-4)
+                assert continued[n] == said[document.index]
+
+
+def test_generation_forgets_the_lengths_before_it():
+    seen, some = [], documents(2, (600, 200))  # all prompts beyond 64: below, transformers forgets by itself
+    for before in ([], some[:1]):
+        model = tiny(rope_parameters=ROPE["dynamic"], max_position_embeddings=64)
+        generate(model, before)
+        hook = model.model.rotary_emb.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+        generate(model, some[1:])
+        hook.remove()
+    fresh, later = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert all(torch.equal(mine, want) for mine, want in zip(later, fresh, strict=True))
+
+
+def test_a_gpu_is_waited_for_once_a_forward(monkeypatch):
+    logits, targets = torch.randn(2, 50, VOCAB), torch.arange(100) % VOCAB
+    rows, columns, copies, cpu = torch.arange(100) % 2, torch.arange(100) // 2, [], torch.Tensor.cpu
+    monkeypatch.setattr(scoring, "SLICE_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copies.append(1) or cpu(self))
+    logprobs, best = scoring._log_softmax_at(logits, rows, columns, targets)
+    assert len(copies) == 2
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[rows, columns, targets])
+    assert torch.equal(best, logits.argmax(-1)[rows, columns])
+
+
+def test_logits_may_take_a_quarter_of_a_gpus_free_memory(monkeypatch):
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * gib)
+    assert scoring.logits_bytes(torch.device("cuda")) == 32 * gib
+    assert scoring.logits_bytes(torch.device("cpu")) == 2 * gib
+
+
 def test_training_mode_is_refused():
     model = tiny().train()
     for function in (score, generate):
@@ -149,6 +211,7 @@ def test_batches_hold_like_lengths_and_keep_to_the_budget():
             assert shortest >= SHORTEST * longest
             assert len(batch) <= 8 if size == 8 else len(batch) * longest <= (2048 if device == "cpu" else 32768)
     assert plan_batches([5000, 10], "auto") == [[0], [1]]
+    assert plan_batches([60, 59, 60, 60], 2, equal=True) == [[0, 2], [3], [1]]
     for bad in (0, -1, True, "many", 1.5):
         with pytest.raises(UsageError, match="batch size"):
             plan_batches(lengths, bad)

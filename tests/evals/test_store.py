@@ -10,10 +10,12 @@ import pytest
 import torch
 from linearize_evals.document import Document, Span
 from linearize_evals.fingerprint import fingerprint
-from linearize_evals.store import Store, document_key
+from linearize_evals.scoring import score
+from linearize_evals.store import Store, document_key, request_key
 
+import linearize
 from linearize.errors import ModelError, ResourceError, UsageError
-from tests.evals.engine import tiny
+from tests.evals.engine import RECIPES, byte_tokenizer, documents, tiny
 
 IDENTITY = {"fingerprint": "a" * 64, "dtype": "float32", "torch": "2.13"}
 
@@ -60,9 +62,13 @@ def test_files_of_others_and_damaged_ones_are_refused(tmp_path):
     store.path.write_bytes(b'{"other": 1}\n')
     with pytest.raises(UsageError, match="doesn't begin with"):
         Store(tmp_path, IDENTITY, name="student")
+    with pytest.raises(UsageError, match="set LINEARIZE_CACHE to another folder"):
+        Store(tmp_path, IDENTITY, name="student")
     (tmp_path / "file").touch()
-    with pytest.raises(ResourceError, match="score cache"):
+    with pytest.raises(ResourceError, match=r"score cache.*set LINEARIZE_CACHE to another folder"):
         Store(tmp_path / "file", IDENTITY)
+    with pytest.raises(ResourceError, match="or choose another -o"):
+        Store(tmp_path / "file", IDENTITY, elsewhere="choose another -o")
 
 
 def _write(folder, number):
@@ -88,6 +94,63 @@ def test_the_key_is_of_all_that_a_score_depends_on():
     others = [Document((1, 2, 3, 5), base.spans, 4), Document(base.ids, (Span(1, 2), Span(2, 4)), 4)]
     keys = [document_key(base, "likelihood"), document_key(base, "generate")]
     assert len({*keys, *(document_key(other, "likelihood") for other in others)}) == 4
+
+
+def test_the_key_of_a_request_is_of_all_that_is_asked():
+    settings = {"until": ["."], "temperature": 0.5}
+    first = request_key("generate_until", ("x", settings), 0, 512)
+    assert first == request_key("generate_until", ("x", dict(reversed(settings.items()))), 0, 512)
+    others = [
+        ("loglikelihood", ("x", settings), 0, 512),
+        ("generate_until", ("y", settings), 0, 512),
+        ("generate_until", ("x", settings | {"temperature": 0.6}), 0, 512),
+        ("generate_until", ("x", settings), 1, 512),
+        ("generate_until", ("x", settings), 0, 256),
+    ]
+    assert len({first, *(request_key(*other) for other in others)}) == 6
+    assert request_key("generate_until", ("x", {"until": object()}), 0, 512) is None
+
+
+def test_what_another_process_kept_is_not_written_again(tmp_path):
+    one, two = Store(tmp_path, IDENTITY), Store(tmp_path, IDENTITY)
+    two.append([("a", 1)])
+    one.remember([("a", 1)])
+    one.append([("a", 1)])
+    assert one.get("a") == 1
+    assert len(one.path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_bypassed_student_has_the_fingerprint_of_its_base(tmp_path, wide):
+    tiny(num_key_value_heads=8 if wide else 2).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    base, own = fingerprint(linearize.load(tmp_path / "base")), set()
+    for name, recipe in RECIPES.items():
+        linearize.convert(tmp_path / "base", tmp_path / name, recipe=recipe)
+        for student in (
+            linearize.load(tmp_path / name),
+            linearize.linearize_(linearize.load(tmp_path / "base"), recipe),
+        ):
+            with linearize.bypass(student):
+                assert fingerprint(student) == base
+                eager = student.config._attn_implementation_internal
+                student.config._attn_implementation_internal = "eager"
+                assert fingerprint(student) != base
+                student.config._attn_implementation_internal = eager
+                with torch.no_grad():
+                    student.model.norm.weight[0] += 1
+                assert fingerprint(student) != base
+            own.add(fingerprint(student))
+    assert len(own) == len(RECIPES)
+    assert base not in own
+
+
+def test_the_fingerprint_does_not_depend_on_what_ran_before():
+    options = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny(rope_parameters=options, max_position_embeddings=64)
+    first = fingerprint(model)
+    score(model, documents(1, (200,)))
+    assert fingerprint(model) == first
 
 
 def test_the_fingerprint_is_of_weights_and_config():
