@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         except LinearizeError as error:
             return _fail(error, arguments)
         except (KeyboardInterrupt, click.Abort):
-            again = f"to run it again: {shlex.join(['linearize', *arguments])}"
+            goes_on = ["--resume"] if arguments[:1] == ["eval"] and "--resume" not in arguments else []
+            again = f"to run it again: {shlex.join(['linearize', *arguments, *goes_on])}"
             return _say(arguments, "interrupted", again, INTERRUPTED, text=f"interrupted; {again}")
         except BrokenPipeError:
             # Python flushes stdout once more at exit, and would complain there.

@@ -167,8 +167,7 @@ def build(
         if axis in family.axes
     }
     number = family.defaults["samples"] if samples is None else samples
-    if not _whole(number, 1):
-        raise UsageError(f"samples can't be {number!r}", "Use a whole number of at least 1")
+    check_grid({"samples": number})
     if not _whole(seed):
         raise UsageError(f"the seed can't be {seed!r}", "Use a whole number")
     if tokenizer is None or (isinstance(tokenizer, int) and name != "linearize_mqar_tokens"):
@@ -182,6 +181,15 @@ def build(
         for index in range(number)
         for cell in cells
     ]
+
+
+def check_grid(given: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a length, depth, number of pairs or of samples out of range."""
+    for axis, option in AXES.items():
+        if option in given:
+            _checked(axis, given[option])
+    if "samples" in given and not _whole(given["samples"], 1):
+        raise UsageError(f"samples can't be {given['samples']!r}", "Use a whole number of at least 1")
 
 
 def find(name: str) -> Family:

@@ -14,6 +14,7 @@ import numpy as np
 from scipy.stats import binom, norm, t
 
 ALPHA = 0.05
+FEWEST = 5  # documents; how they spread can't be told from fewer
 RESAMPLES = 2000
 SEED = 0
 BLOCK = 1 << 20  # numbers drawn at a time: 8 MiB
@@ -148,14 +149,14 @@ def newcombe(both: float, lost: float, gained: float, neither: float) -> tuple[f
 def difference(n_D: np.ndarray, teacher_D: np.ndarray, student_D: np.ndarray, lost_D: np.ndarray) -> Interval:
     """Student's accuracy minus the teacher's, with its interval.
 
-    Where the documents don't differ (one document, or none lost anything), resampling them says nothing: Newcombe's
-    interval of independent answers stands in.
+    Where the documents don't differ (none lost anything), or are fewer than `FEWEST`, resampling them says nothing:
+    Newcombe's interval of independent answers stands in.
 
     Args:
         n_D: answers of each document; teacher_D, student_D: right ones; lost_D: those that only the teacher has right.
     """
     found = bootstrap(np.stack([n_D, teacher_D, student_D], 1), lambda s: (s[..., 2] - s[..., 1]) / s[..., 0])
-    if found["value"] is None or not _no_spread(found):
+    if found["value"] is None or not _no_spread(found, n_D):
         return found
     teacher, student, lost = teacher_D.sum(), student_D.sum(), lost_D.sum()
     gained = student - (teacher - lost)
@@ -185,15 +186,16 @@ def retention(
         return np.where(above_chance > 1e-9, (s[..., 1] - s[..., 2]) / above_chance, np.nan)
 
     found = bootstrap(sums_DK, kept)
-    if len(n_D) > 1 and found["low"] is None:
+    if len(n_D) >= FEWEST and found["low"] is None:
         return found | {"reason": "the teacher is too close to chance for an interval"}
-    if _no_spread(found):
+    if _no_spread(found, n_D):
         found = interval(found["value"], 1 + missed["low"] / above, 1 + missed["high"] / above)
     return found | {"reason": None}
 
 
-def _no_spread(found: Interval) -> bool:
-    return found["low"] is None or found["high"] - found["low"] < 1e-12
+def _no_spread(found: Interval, n_D: np.ndarray) -> bool:
+    """Whether the documents don't differ, or are too few to tell how they do."""
+    return len(n_D) < FEWEST or found["low"] is None or found["high"] - found["low"] < 1e-12
 
 
 def mcnemar(lost: int, gained: int) -> float:

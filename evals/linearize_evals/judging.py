@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import UsageError
+from linearize.errors import NetworkError, UsageError, first_line
 from linearize_evals.builtin import task_folders
 from linearize_evals.settings import Settings, write_file
 
@@ -81,7 +81,9 @@ def _builtin_tasks(names: Sequence[str], folder: str | Path, ours: Mapping[str, 
     try:
         return list(manager.load(list(names))["tasks"].values())
     except Exception as error:  # a task downloads its data, or needs a package of its own
-        what = f"{', '.join(names)}: lm-eval can't build the task ({type(error).__name__}: {error})"
+        what = f"{', '.join(names)}: lm-eval can't build the task ({type(error).__name__}: {first_line(error)})"
+        if isinstance(error, (ConnectionError, TimeoutError)) or "connect" in f"{type(error)} {error}".lower():
+            raise NetworkError(what, "Connect to the network once, so that its data is cached") from error
         raise UsageError(what, "Install what it needs, or leave it out") from error
 
 

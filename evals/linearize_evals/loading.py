@@ -8,7 +8,9 @@ from typing import Any
 
 import linearize
 from linearize.errors import UsageError
+from linearize_evals.settings import SELF
 
+DTYPES = ("float32", "bfloat16", "float16")
 # Text whose tokens tell tokenizers apart that have the same vocabulary: spaces, digits, case, other scripts.
 PROBE = "The code  is 1234567:\n\t'Été' naïve ÆØÅ 東京 don't -- x=3.14;"
 
@@ -51,6 +53,12 @@ def choose_device(device: str | None) -> Any:
     return chosen
 
 
+def check_dtype(dtype: str | None) -> None:
+    """Raise `UsageError` for a dtype that models can't run in here."""
+    if dtype not in (None, *DTYPES):
+        raise UsageError(f"models can't run in '{dtype}' here", f"Choose one of {', '.join(DTYPES)}")
+
+
 def choose_dtype(dtype: str | None, device: Any) -> tuple[Any, str]:
     """A torch dtype (or "auto", the checkpoint's own) and why it was chosen.
 
@@ -61,15 +69,14 @@ def choose_dtype(dtype: str | None, device: Any) -> tuple[Any, str]:
     """
     import torch
 
+    check_dtype(dtype)
     if dtype is not None:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise UsageError(f"models can't run in '{dtype}' here", "Choose float32, bfloat16 or float16")
         return getattr(torch, dtype), "asked for"
     if device.type != "cpu":
         return "auto", "the checkpoint's own"
     ratio = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
-    best = torch.bfloat16 if ratio > 1 else torch.float32
-    return best, f"matrices are multiplied {max(ratio, 1 / ratio):.1f} x as fast as in the other on this CPU"
+    best, other = (torch.bfloat16, "float32") if ratio > 1 else (torch.float32, "bfloat16")
+    return best, f"this CPU multiplies matrices {max(ratio, 1 / ratio):.1f} x as fast in it as in {other}"
 
 
 def _matmul_seconds(dtype: Any) -> float:
@@ -106,3 +113,29 @@ def has_position_table(model: Any, positions: int) -> bool:
     words = model.get_input_embeddings()
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words)
     return any(table.num_embeddings - positions in (0, 2) for table in tables)
+
+
+def choose_teacher(student: str | Path, teacher: str | Path | None) -> str:
+    """The teacher's name; without one the student itself, if every byte is as `convert` left it.
+
+    Raises:
+        UsageError: the student has been changed since, or is no such folder.
+        ModelError: there is no such file or folder.
+    """
+    from linearize.source import local_path
+    from linearize.target import MANIFEST
+    from linearize.verification import judge
+
+    if teacher is not None:
+        return str(teacher)
+    place = local_path(student)
+    why = "is no folder here" if place is None else "isn't a folder that `linearize convert` wrote"
+    if place is not None and (place / MANIFEST).is_file():
+        faults = judge(place).faults
+        if not faults:
+            return SELF
+        why = f"isn't as `linearize convert` wrote it any more ({faults[0].file} {faults[0].what})"
+    raise UsageError(
+        f"{student} {why}, so its teacher has to be named",
+        "Give --teacher MODEL, or --teacher none to judge the student alone",
+    )

@@ -26,11 +26,10 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if arguments[key] is not None:
             arguments[key] = _numbers(f"--{key}", arguments[key], kind)
     arguments["tasks"] = [name for given in arguments["tasks"] for name in given.split(",")]
-    if arguments["batch_size"] != "auto":
-        arguments["batch_size"] = _number("--batch-size", arguments["batch_size"], int)
-    for key in ("samples", "limit"):
-        if arguments[key] is not None and arguments[key] < 1:
-            raise UsageError(f"--{key} can't be {arguments[key]}", "Use a whole number of at least 1")
+    if str(arguments["batch_size"]).isdecimal():
+        arguments["batch_size"] = int(arguments["batch_size"])
+    if arguments["limit"] is not None and arguments["limit"] < 1:
+        raise UsageError(f"--limit can't be {arguments['limit']}", "Use a whole number of at least 1")
     return arguments
 
 
@@ -44,6 +43,6 @@ def _number(name: str, text: str, kind: Callable[[str], float]) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        what = "whole numbers" if kind is int else "numbers"
-        raise UsageError(f"{name} takes {what}, with commas between them, not '{text}'", "For example 512,1024")
+        what, example = ("whole numbers", "512,1024") if kind is int else ("numbers from 0 to 1", "0,0.5,1")
+        raise UsageError(f"{name} takes {what}, with commas between them, not '{text}'", f"For example {example}")
     return value

@@ -12,7 +12,7 @@ from linearize_evals.ablation import BRANCHES, contribution
 from linearize_evals.answers import answers
 from linearize_evals.compare import compare
 from linearize_evals.diagnosis import choice_histogram, findings
-from linearize_evals.settings import Settings
+from linearize_evals.settings import SELF, Settings
 
 SIDES = ("teacher", "student")
 Judged = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]  # role -> samples of ours, results of lm-eval
@@ -48,7 +48,7 @@ def models(settings: Settings, fingerprints: Mapping[str, str], dtypes: Mapping[
     }
     if "teacher" not in fingerprints:
         return {"teacher": None, "student": student}
-    if settings.teacher == "self":
+    if settings.teacher == SELF:
         teacher = _facts(f"{settings.student}, mixers bypassed", report, "teacher", fingerprints, dtypes)
         teacher["parameters"] -= report["new_parameters"]
     else:

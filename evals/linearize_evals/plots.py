@@ -100,13 +100,13 @@ def _heat_maps(
     sides = _sides(cells[0])
     for side in sides:
         values = {_place(cell, rows): cell[side]["accuracy"] for cell in cells}
-        title = f"{side.capitalize()}: accuracy{suffix}"
-        yield Picture(f"{name}_{side}", task, f"{short(task)}. {title}", _heat_map(values, rows, title, "cividis"))
+        title = f"{short(task)}, {side}: accuracy{suffix}"
+        yield Picture(f"{name}_{side}", task, title, _heat_map(values, rows, title, "cividis"))
     if len(sides) == 2:
         values = {_place(cell, rows): cell["difference"] and cell["difference"]["value"] for cell in cells}
-        title = f"Student − teacher: accuracy{suffix}"
+        title = f"{short(task)}: student − teacher{suffix}"
         figure = _heat_map(values, rows, title, "PuOr", signed=True)
-        yield Picture(f"{name}_difference", task, f"{short(task)}. {title}", figure)
+        yield Picture(f"{name}_difference", task, title, figure)
 
 
 def _place(cell: Mapping[str, Any], rows: str) -> tuple[Any, Any]:
@@ -246,12 +246,12 @@ def _cache(models: Mapping[str, Any]) -> Iterator[Picture]:
         return
     figure, axes = _axes()
     for side, points in caches.items():
-        places, mebibytes = zip(*((point["tokens"], point["bytes"] / 2**20) for point in points), strict=True)
-        axes.plot(places, mebibytes, linewidth=1.4, markersize=4.5, label=side, **LINES[side])
+        places, megabytes = zip(*((point["tokens"], point["bytes"] / 1e6) for point in points), strict=True)
+        axes.plot(places, megabytes, linewidth=1.4, markersize=4.5, label=side, **LINES[side])
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda mebibytes, _place: f"{mebibytes:g}")
+    axes.yaxis.set_major_formatter(lambda megabytes, _place: f"{megabytes:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     ticks = sorted({point["tokens"] for points in caches.values() for point in points})
     title = "Memory of the context in one sequence"
-    _finish(axes, ticks, title=title, xlabel="context (tokens)", ylabel="cache or state (MiB)")
+    _finish(axes, ticks, title=title, xlabel="context (tokens)", ylabel="cache or state (MB)")
     yield Picture("cache", "", f"{title}, by its length", figure)

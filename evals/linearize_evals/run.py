@@ -14,19 +14,23 @@ import linearize
 from linearize.errors import ModelError, UsageError
 from linearize_evals.batching import check_batch_size
 from linearize_evals.settings import (
+    NONE,
     RESULTS,
     RUN,
+    SCORES,
+    SELF,
     Settings,
     cache_folder,
-    check_folder,
+    check_begun,
+    check_place,
+    discard_unless_scored,
     earlier_dtype,
     versions,
     write_json,
 )
-from linearize_evals.suites import chosen_tasks
+from linearize_evals.suites import check_uses, chosen_tasks
 
 SCHEMA = 1
-SELF, NONE = "self", "none"
 # Documents of each cell without a branch. Whether the linear branch does anything is what users must know: 45 answers
 # that don't change leave an interval of 8 points. That recall drops without the window shows in few.
 ABLATION_SAMPLES = {"linear": 3, "window": 1}
@@ -85,24 +89,26 @@ def evaluate(
     Raises:
         LinearizeError: bad input, nothing comparable, or no resources; see its `exit_code`.
     """
-    names = [task.strip() for task in tasks if task.strip()]
     grid: dict[str, Any] = {"lengths": lengths, "depths": depths, "pairs": pairs, "samples": samples}
-    ours, others = chosen_tasks(suite, names, **grid)
+    ours, others = chosen_tasks(suite, tasks, **grid)
+    check_uses(ours, others, text=text, haystack=haystack, limit=limit)
     check_batch_size(batch_size)
-    compared = _teacher(student, teacher)
     folder = Path(out) if out is not None else Path(f"{_basename(student)}-eval")
+    check_place(folder, [str(student), str(teacher or student)], resume=resume)
     from linearize_evals import processes
-    from linearize_evals.loading import choose_device, choose_dtype
+    from linearize_evals.loading import check_dtype, choose_device, choose_dtype, choose_teacher
 
+    check_dtype(dtype)
     main = processes.start(device).is_main_process
     place = choose_device(device)
+    compared = choose_teacher(student, teacher)
     if resume and dtype is None:  # what was measured to be faster may differ this time
         dtype = processes.first(lambda: earlier_dtype(folder))
     chosen, because = processes.same(choose_dtype(dtype, place))
     settings = Settings(
         student=str(student),
         teacher=compared,
-        suite="" if names else suite,
+        suite="" if tasks else suite,
         tasks=ours,
         lm_eval=tuple(others),
         limit=limit,
@@ -114,30 +120,11 @@ def evaluate(
         dtype=str(chosen).removeprefix("torch."),
     )
     # The first process may begin to write there as soon as it has looked.
-    processes.first(lambda: check_folder(folder, settings.decisive(), resume=resume))
+    processes.first(lambda: check_begun(folder, settings.decisive()))
     told = note if note is not None and main else lambda text: None
     run = Run(settings, folder, place, chosen, batch_size, progress, told)
     run.say(f"{settings.dtype} on {place.type}: {because}")
     return run.all()
-
-
-def _teacher(student: str | Path, teacher: str | Path | None) -> str:
-    """The teacher's name; without one the student itself, if every byte is as `convert` left it."""
-    from linearize.target import MANIFEST
-    from linearize.verification import judge
-
-    if teacher is not None:
-        return str(teacher)
-    why = "isn't a folder that `linearize convert` wrote"
-    if (Path(student) / MANIFEST).is_file():
-        faults = judge(student).faults
-        if not faults:
-            return SELF
-        why = f"isn't as `linearize convert` wrote it any more ({faults[0].file} {faults[0].what})"
-    raise UsageError(
-        f"{student} {why}, so its teacher has to be named",
-        "Give --teacher MODEL, or --teacher none to judge the student alone",
-    )
 
 
 def _basename(model: str | Path) -> str:
@@ -180,7 +167,12 @@ class Run:
             main = PartialState().is_main_process
             if main:
                 write_json(self.folder / RUN, settings.decisive())
-            found = self._score(tokenizer, asked)
+            try:
+                found = self._score(tokenizer, asked)
+            except BaseException:
+                if main:
+                    discard_unless_scored(self.folder)
+                raise
         if not main:
             return {}
         return self._results(found)
@@ -231,7 +223,7 @@ class Run:
         if role == "teacher":
             store = Store(cache_folder(), identity)
         else:
-            store = Store(self.folder / "scores", identity, elsewhere="choose another folder with -o")
+            store = Store(self.folder / SCORES, identity, elsewhere="choose another folder with -o")
         main = PartialState().is_main_process
         lm = RecallLM(
             model,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from linearize_evals.catalogue import FAMILIES
 
 RUN = "run.json"
 RESULTS = "results.json"
+SELF, NONE = "self", "none"  # teachers besides a model's name
+SCORES = "scores"  # of the student, kept until it is resumed
 PACKAGES = ("linearize", "lm_eval", "torch", "transformers")
 
 
@@ -77,22 +81,42 @@ def file_digest(name: str | None) -> str | None:
     return f"sha256:{digest.hexdigest()}"
 
 
-def check_folder(out: Path, decisive: Mapping[str, Any], *, resume: bool) -> None:
+def check_place(out: Path, models: Iterable[str], *, resume: bool) -> None:
     """Refuse to write into `out` what doesn't belong there.
 
+    Args:
+        models: folders that nothing may be written into.
+
     Raises:
-        UsageError: it is a file, or holds something else, or a run that isn't to be resumed or has other settings.
+        UsageError: it is no folder or can't be one, lies in a model's folder, or holds something else or an evaluation
+            that isn't to be resumed.
     """
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir():
-        raise UsageError(f"{out} isn't a folder", "Choose another folder with -o")
-    if not any(out.iterdir()):
+    place = Path(os.path.realpath(out))
+    for model in models:
+        folder = Path(os.path.realpath(model))
+        if folder.is_dir() and (place == folder or folder in place.parents):
+            raise UsageError(f"{out} lies in the folder of a model, {model}", "Choose another folder with -o")
+    nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UsageError(
+            f"{out} can't be a folder: {nearest} isn't one that can be written to", "Choose another with -o"
+        )
+    if not os.path.lexists(out) or not any(out.iterdir()):
         return
     if not (out / RUN).is_file():
         raise UsageError(f"{out} holds files that aren't an evaluation's", "Choose another folder with -o")
     if not resume:
         raise UsageError(f"{out} holds an evaluation already", "Add --resume to go on with it, or choose another -o")
+
+
+def check_begun(out: Path, decisive: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run of other settings, if `out` holds one.
+
+    Raises:
+        UsageError: what decides the scores has changed.
+    """
+    if not (out / RUN).exists():
+        return
     before = _begun(out)
     changed = [key for key, value in decisive.items() if before.get(key) != value]
     if changed:
@@ -102,6 +126,23 @@ def check_folder(out: Path, decisive: Mapping[str, Any], *, resume: bool) -> Non
             f"{json.dumps(before.get(key))[:200]}, and is {json.dumps(decisive[key])[:200]})",
             "Give the same options to resume it, or choose another -o",
         )
+
+
+def discard_unless_scored(out: Path) -> None:
+    """Take away what a run that failed has begun in `out`, if no score is among it."""
+    scores = list((out / SCORES).glob("*"))
+    if (out / RESULTS).exists() or any(path.suffix == ".jsonl" and _lines(path) > 1 for path in scores):
+        return
+    for path in (*scores, out / RUN):
+        path.unlink(missing_ok=True)
+    for folder in (out / SCORES, out):
+        with contextlib.suppress(OSError):  # it isn't there, or holds something else
+            folder.rmdir()
+
+
+def _lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(1 for _ in itertools.islice(file, 2))
 
 
 def _begun(out: Path) -> dict[str, Any]:
@@ -137,8 +178,10 @@ def write_file(path: Path, content: str | bytes) -> None:
     staged = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        staged.unlink(missing_ok=True)
         try:
-            staged.write_bytes(content.encode() if isinstance(content, str) else content)
+            with open(staged, "xb") as file:  # never through a link that somebody put there
+                file.write(content.encode() if isinstance(content, str) else content)
             os.replace(staged, path)
         finally:
             staged.unlink(missing_ok=True)

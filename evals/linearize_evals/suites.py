@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from linearize.errors import UsageError, did_you_mean
-from linearize_evals.catalogue import AXES, FAMILIES, find
+from linearize_evals.builtin import task_folders
+from linearize_evals.catalogue import AXES, FAMILIES, check_grid, find
 
 Options = dict[str, Any]  # lengths, depths, pairs, samples: those of `catalogue.build`
 
 PREFIX = "linearize_"
+
+# As in tasks/linearize_recall.yaml. Token ids are for models that were trained on them.
+GROUPS = {
+    "linearize_recall": [
+        n for n, family in FAMILIES.items() if family.kind == "recall" and n != "linearize_mqar_tokens"
+    ]
+}
 
 # `quick` keeps to what a small instruct model answers nearly perfectly, so that a loss shows with few documents.
 SUITES: Mapping[str, Mapping[str, Options]] = MappingProxyType(
@@ -50,17 +58,35 @@ def chosen_tasks(
     """
     if suite not in SUITES:
         raise UsageError(f"there is no suite '{suite}'", did_you_mean(suite, SUITES) or f"Choose {', '.join(SUITES)}")
-    names = list(tasks) or list(SUITES[suite])
+    names = [member for name in tasks for member in GROUPS.get(name.strip(), [name.strip()])] or list(SUITES[suite])
     twice = sorted({name for name in names if names.count(name) > 1})
+    if "" in names:
+        raise UsageError("--tasks has an empty name in it", "Leave the option out to ask the suite's tasks")
     if twice:
         raise UsageError(f"task {twice[0]} is given twice", "Give it once")
+    others = [_not_ours(name) for name in names if name not in FAMILIES]
+    task_folders(others)
     asked = {"lengths": lengths, "depths": depths, "pairs": pairs, "samples": samples}
     given = {key: value if key == "samples" else list(value) for key, value in asked.items() if value is not None}
+    check_grid(given)
     ours = {name: _options(suite, name, given) for name in names if name in FAMILIES}
     for axis, option in AXES.items():
         if option in given and not any(axis in FAMILIES[name].axes for name in ours):
             raise UsageError(f"no task that is asked has {option}", f"Leave out --{option}, or add such a task")
-    return ours, [_not_ours(name) for name in names if name not in FAMILIES]
+    return ours, others
+
+
+def check_uses(ours: Iterable[str], others: Sequence[str], **given: Any) -> None:
+    """Refuse options that no task has a use for.
+
+    Raises:
+        UsageError: for a text without text tasks, a haystack without needles, a limit without tasks of lm-eval.
+    """
+    kinds = {FAMILIES[name].kind for name in ours}
+    fillers = any(FAMILIES[name].build.split(":")[0].endswith((".niah", ".tracking")) for name in ours)
+    for option, used in {"text": "text" in kinds, "haystack": fillers, "limit": bool(others)}.items():
+        if given[option] is not None and not used:
+            raise UsageError(f"no task that is asked uses --{option}", "Leave it out, or add such a task")
 
 
 def _options(suite: str, name: str, given: Mapping[str, Any]) -> Options:

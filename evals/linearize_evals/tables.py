@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from linearize.plan import human
 from linearize_evals.compare import TOO_WEAK
 from linearize_evals.phrases import NONE, number, short
 
@@ -170,13 +171,13 @@ def cache_table(models: Mapping[str, Any]) -> Table:
     sizes = {side: {p["tokens"]: p["bytes"] for p in (models.get(side) or {}).get("cache") or []} for side in SIDES}
     lengths = sorted({tokens for points in sizes.values() for tokens in points})
     rows = [[str(tokens), *(_size(sizes[side].get(tokens)) for side in SIDES)] for tokens in lengths]
-    return _table("Cache or state of one sequence", ["tokens", *SIDES], rows)
+    return _table(
+        "Cache or state of one sequence, in the dtype that the checkpoint is stored in", ["tokens", *SIDES], rows
+    )
 
 
 def _size(count: int | None) -> str:
-    if count is None:
-        return NONE
-    return f"{count / 2**20:,.2f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
+    return NONE if count is None else human(count)
 
 
 def setting_tables(results: Mapping[str, Any]) -> Iterator[Table]:

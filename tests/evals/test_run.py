@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from linearize_evals import builtin, loading, scoring
+from linearize_evals.settings import write_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import linearize
@@ -96,6 +98,38 @@ def test_a_teacher_is_scored_once_and_a_finished_run_not_again(folders, tmp_path
     again = linearize.evaluate(folders / "student", tmp_path / "a", teacher=teacher, ablate=False, resume=True, **GRID)
     assert sum(scored) == 1.5 * whole
     assert figures(again) == figures(first)
+
+
+def test_a_bypassed_student_s_scores_serve_the_named_base_too(folders, tmp_path, scored):
+    linearize.evaluate(folders / "student", tmp_path / "a", ablate=False, **GRID)
+    whole = sum(scored)
+    linearize.evaluate(folders / "student", tmp_path / "b", teacher=folders / "base", ablate=False, **GRID)
+    assert sum(scored) == 1.5 * whole
+
+
+def test_a_student_that_was_trained_in_place_is_no_teacher(folders, tmp_path):
+    shutil.copytree(folders / "student", tmp_path / "student")
+    model = linearize.load(tmp_path / "student")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.add_(0.1)
+    model.save_pretrained(tmp_path / "student")
+    with pytest.raises(UsageError, match=r"any more .*has to be named"):
+        linearize.evaluate(tmp_path / "student", tmp_path / "out", **GRID)
+
+
+def test_what_is_said_of_the_models_is_their_own(folders, tmp_path):
+    """A teacher of another size, and a student that keeps a softmax layer, which no window bounds."""
+    wide = tiny(num_hidden_layers=3)
+    wide.save_pretrained(tmp_path / "wide")
+    byte_tokenizer().save_pretrained(tmp_path / "wide")
+    overrides = {"window": 8, "keep_softmax": [1]}
+    linearize.convert(folders / "base", tmp_path / "hybrid", overrides=overrides)
+    results = linearize.evaluate(tmp_path / "hybrid", tmp_path / "out", teacher=tmp_path / "wide", **GRID)
+    teacher, student = results["models"]["teacher"], results["models"]["student"]
+    assert teacher["parameters"] == wide.num_parameters()
+    assert teacher["cache"][-1]["bytes"] == 1.5 * linearize.inspect(folders / "base")["cache"][-1]["before_bytes"]
+    assert (student["window"], student["full_attention_layers"]) == (None, 1)
+    assert student["parameters"] < teacher["parameters"]
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(folders, tmp_path, scored):
@@ -188,10 +222,14 @@ def test_documents_longer_than_the_positions_are_noted_or_refused(folders, tmp_p
         (["--lengths", "many"], "--lengths takes whole numbers"),
         (["--depths", "2"], "between 0 and 1"),
         (["--tasks", "linearize_mqar_lines", "--lengths", "512"], "no task that is asked has lengths"),
-        (["--samples", "0"], "--samples can't be 0"),
+        (["--samples", "0"], "samples can't be 0"),
         (["--batch-size", "0"], "batch size can't be 0"),
         (["--dtype", "int8"], "'int8'"),
         (["--device", "tpu"], "--device tpu"),
+        (["--tasks", ""], "an empty name"),
+        (["--tasks", "linearize_niah_single", "--text", "missing.txt"], "uses --text"),
+        (["--limit", "3"], "uses --limit"),
+        (["--tasks", "linearize_niah_singl", "--lengths", "256"], "did you mean 'linearize_niah_single'"),
         (["--teacher", "OTHER"], "different tokenizers"),
         (["--lengths", "16"], "16"),
         (["--text", "missing.txt", "--tasks", "linearize_perplexity"], "missing.txt"),
@@ -212,6 +250,31 @@ def test_a_student_without_tokenizer_or_teacher_is_refused(folders, tmp_path, ca
         file.unlink()
     assert main(["eval", str(tmp_path / "bare"), "--teacher", "none"]) == 3
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_before_a_score_leaves_nothing(folders, tmp_path, capsys):
+    """So that the mended command isn't refused for what the failed one left."""
+    out, options = tmp_path / "out", ["--teacher", "none", "--tasks", "linearize_passkey", "--lengths", "256"]
+    shutil.copytree(folders / "base", tmp_path / "broken")
+    model = linearize.load(tmp_path / "broken")
+    model.lm_head.weight.data[:] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    assert main(["eval", str(tmp_path / "broken"), "-o", str(out), *options]) == 3
+    assert "can't be scored" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_nothing_is_written_into_a_model_or_through_a_link(folders, tmp_path, capsys):
+    student = folders / "student"
+    assert main(["eval", str(student), "-o", str(student / "eval")]) == 2
+    assert "lies in the folder of a model" in capsys.readouterr().err
+    (tmp_path / "file").write_text("mine")
+    assert main(["eval", str(student), "-o", str(tmp_path / "file" / "out")]) == 2
+    assert "can't be a folder" in capsys.readouterr().err
+    staged = tmp_path / f".page.{os.getpid()}.part"
+    staged.symlink_to(tmp_path / "file")
+    write_file(tmp_path / "page", "theirs")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_folder_of_something_else_is_left_alone(folders, tmp_path, capsys):
