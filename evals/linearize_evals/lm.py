@@ -122,6 +122,10 @@ class RecallLM(HFLM):
     def _packed(self, documents: list[Document], plan: Batches, mode: str, run: Runs) -> list[dict[str, Any]]:
         keys = [document_key(document, mode) for document in documents]
         found = self._answered([len(document.ids) for document in documents], keys, plan, run)
+        for spans in found:
+            if not isinstance(spans, list) or not all(isinstance(span, (dict, list)) for span in spans):
+                path = self._store.path if self._store is not None else "the scores"
+                raise UsageError(f"{path} holds a score that isn't one: {str(spans)[:40]}", "Delete the file")
         return [{"spans": spans} for spans in found]
 
     def _plain(self, requests: list[Instance], answer: Callable[..., list[Any]]) -> list[Any]:

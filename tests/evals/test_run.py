@@ -151,6 +151,18 @@ def test_an_interrupted_run_goes_on_where_it_stopped(folders, tmp_path, scored):
     assert figures(resumed) == figures(whole)
 
 
+def test_a_damaged_score_is_named(folders, tmp_path, capsys):
+    options = ["--tasks", "linearize_passkey", "--lengths", "256", "--samples", "1", "--teacher", "none"]
+    command = ["eval", str(folders / "base"), "-o", str(tmp_path / "out"), *options]
+    assert main(command) == 0
+    (file,) = (tmp_path / "out" / "scores").glob("*.jsonl")
+    head, first, *rest = file.read_text().splitlines()
+    file.write_text("\n".join([head, json.dumps(json.loads(first) | {"score": 5}), *rest]) + "\n")
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 2
+    assert f"{file} holds a score that isn't one: 5" in capsys.readouterr().err
+
+
 def test_another_seed_or_grid_is_not_joined(folders, tmp_path):
     out = tmp_path / "out"
     linearize.evaluate(folders / "base", out, teacher="none", **GRID)
