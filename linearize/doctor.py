@@ -16,7 +16,7 @@ from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry
 
 PACKAGES = (
     "linearize", "torch", "transformers", "triton", "accelerate", "peft", "huggingface_hub", "safetensors",
-    "tokenizers", "gguf", "numpy", "pydantic", "click", "rich",
+    "tokenizers", "gguf", "lm_eval", "matplotlib", "scipy", "numpy", "pydantic", "click", "rich",
 )  # fmt: skip
 
 
@@ -126,6 +126,13 @@ def _checks(
         versions["gguf"] is not None,
         versions["gguf"] or "gguf isn't installed",
         "pip install gguf",
+    )
+    missing = [name for name in ("lm_eval", "matplotlib", "scipy") if versions[name] is None]
+    add(
+        "evaluation",
+        not missing,
+        f"{', '.join(missing)} not installed" if missing else f"lm_eval {versions['lm_eval']}",
+        "pip install 'linearize[eval]'",
     )
     add(
         "LoRA on top",

@@ -72,6 +72,9 @@ def test_the_wheel_holds_the_four_packages_and_the_recipes(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     for source in (ROOT / "recipes").rglob("*.yaml"):
         assert source.relative_to(ROOT / "recipes").as_posix() in names
+    for source in (ROOT / "evals").rglob("*"):  # task files, the bundled text, the report's template
+        if source.is_file() and "__pycache__" not in source.parts:
+            assert source.relative_to(ROOT / "evals").as_posix() in names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == {"linearize", "linearize_kernels", "linearize_evals", "linearize_recipes"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
