@@ -184,7 +184,8 @@ def print_report(report: dict[str, Any]) -> None:
         mark = "ok  " if check["ok"] else "FAIL" if check["essential"] else "no  "
         fix = f"  ({check['fix']})" if check["fix"] else ""
         say(f"{mark} {check['what']:20} {check['because']}{fix}")
-    say("\nversions  " + ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items()))
+    say("")
+    say("versions  " + ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items()))
     for device in report["devices"]:
         rest = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device")
         say(f"device    {device['device']}: {rest}")
@@ -197,6 +198,7 @@ def print_report(report: dict[str, Any]) -> None:
     hub = report["hub"]
     say(f"hub       offline {hub['offline']}, logged in {hub['logged_in']}")
     for title, rows in (("mixers", report["mixers"]), ("feature maps", report["feature_maps"])):
-        say(f"\n{title}")
+        say("")
+        say(title)
         for row in rows:
             say(f"  {row['name']:10} {row['paper']:18} {row['summary']}")

@@ -218,6 +218,7 @@ def test_doctor_reports_without_failing(run, monkeypatch):
     assert ran.code == 0
     assert "torch can't use the GPU: libcuda is missing" in ran.out
     assert "triton" in ran.out
+    assert "\\x0a" not in ran.out
 
 
 def test_recipes_commands(run, tmp_path):
