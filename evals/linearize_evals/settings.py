@@ -129,13 +129,17 @@ def check_begun(out: Path, decisive: Mapping[str, Any]) -> None:
 
 
 def discard_unless_scored(out: Path) -> None:
-    """Take away what a run that failed has begun in `out`, if no score is among it."""
+    """Take away what a run that failed has begun in `out`, if no score of the student is among it.
+
+    The teacher's scores are kept elsewhere.
+    """
     scores = list((out / SCORES).glob("*"))
     if (out / RESULTS).exists() or any(path.suffix == ".jsonl" and _lines(path) > 1 for path in scores):
         return
-    for path in (*scores, out / RUN):
+    samples = [*(out / "teacher").glob("results*.json"), *(out / "teacher").glob("samples_*.jsonl")]
+    for path in (*scores, *samples, out / RUN):
         path.unlink(missing_ok=True)
-    for folder in (out / SCORES, out):
+    for folder in (out / SCORES, out / "teacher", out):
         with contextlib.suppress(OSError):  # it isn't there, or holds something else
             folder.rmdir()
 

@@ -266,14 +266,16 @@ def test_a_student_without_tokenizer_or_teacher_is_refused(folders, tmp_path, ca
 
 def test_a_run_that_fails_before_a_score_leaves_nothing(folders, tmp_path, capsys):
     """So that the mended command isn't refused for what the failed one left."""
-    out, options = tmp_path / "out", ["--teacher", "none", "--tasks", "linearize_passkey", "--lengths", "256"]
+    out, options = tmp_path / "out", ["--tasks", "linearize_passkey", "--lengths", "256", "--samples", "1"]
     shutil.copytree(folders / "base", tmp_path / "broken")
     model = linearize.load(tmp_path / "broken")
     model.lm_head.weight.data[:] = float("nan")
     model.save_pretrained(tmp_path / "broken")
-    assert main(["eval", str(tmp_path / "broken"), "-o", str(out), *options]) == 3
-    assert "can't be scored" in capsys.readouterr().err
-    assert not out.exists()
+    for teacher in ("none", str(folders / "base")):
+        command = ["eval", str(tmp_path / "broken"), "-o", str(out), *options, "--teacher", teacher]
+        assert main(command) == 3
+        assert "can't be scored" in capsys.readouterr().err
+        assert not out.exists()
 
 
 def test_nothing_is_written_into_a_model_or_through_a_link(folders, tmp_path, capsys):
