@@ -8,7 +8,8 @@ import sys
 import pytest
 
 HEAVY = {
-    "torch", "transformers", "pydantic", "rich", "numpy", "huggingface_hub", "triton", "yaml", "lm_eval", "scipy", "matplotlib",
+    "torch", "transformers", "pydantic", "rich", "numpy", "huggingface_hub", "triton", "yaml",
+    "lm_eval", "scipy", "matplotlib",
 }  # fmt: skip
 
 
