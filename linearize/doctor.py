@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from linearize_evals.options import NEEDED
+
 from linearize.console import say
 from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry
 
@@ -127,7 +129,7 @@ def _checks(
         versions["gguf"] or "gguf isn't installed",
         "pip install gguf",
     )
-    missing = [name for name in ("lm_eval", "matplotlib", "scipy") if versions[name] is None]
+    missing = [name for name in NEEDED if _version(name) is None]
     add(
         "evaluation",
         not missing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from linearize.errors import ResourceError, UsageError
+from linearize.errors import ResourceError, UsageError, first_line
 
 SHORTEST = 0.9  # of the longest document in a batch: padding costs at most a tenth
 TOKENS = {"cpu": 2048}  # in a batch; benchmarks on two cores gain nothing beyond
@@ -84,7 +84,7 @@ def in_batches(
                 raise
             if len(batch) == 1:
                 raise ResourceError(
-                    f"memory ran out with a single document in the batch ({str(error).splitlines()[0]})",
+                    f"memory ran out with a single document in the batch ({first_line(error)})",
                     "Ask for shorter documents, or load the model in bfloat16",
                 ) from error
             results = None

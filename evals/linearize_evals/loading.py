@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import linearize
-from linearize.errors import UsageError
+from linearize.errors import UsageError, first_line
 from linearize_evals.settings import SELF
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -48,7 +48,7 @@ def choose_device(device: str | None) -> Any:
         chosen = torch.device(device)
         torch.empty(1, device=chosen)
     except Exception as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UsageError(f"--device {device} can't be used here: {reason}", "Choose cpu, cuda or cuda:N") from None
     return chosen
 
@@ -93,14 +93,21 @@ def _matmul_seconds(dtype: Any) -> float:
     return min(seconds)
 
 
-def load_model(name: str | Path, *, device: Any, dtype: Any, revision: str | None = None) -> Any:
+def load_model(name: str | Path, *, device: Any, dtype: Any) -> Any:
     """A model in evaluation mode on `device`.
 
     Raises:
         LinearizeError: as `linearize.load`.
     """
-    model = linearize.load(name, revision=revision, dtype=dtype, device_map={"": device})  # past the host's memory
+    model = linearize.load(name, dtype=dtype, device_map={"": device})  # past the host's memory
     return model.eval()
+
+
+def count_parameters(model: Any) -> int:
+    """The parameters that take part: none of the mixers' where they are bypassed."""
+    switch = getattr(model, "_linearize_switch", None)
+    bypassed = switch is not None and switch.bypassed
+    return sum(p.numel() for name, p in model.named_parameters() if not (bypassed and ".linearize." in name))
 
 
 def has_position_table(model: Any, positions: int) -> bool:

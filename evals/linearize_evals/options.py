@@ -28,8 +28,6 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     arguments["tasks"] = [name for given in arguments["tasks"] for name in given.split(",")]
     if str(arguments["batch_size"]).isdecimal():
         arguments["batch_size"] = int(arguments["batch_size"])
-    if arguments["limit"] is not None and arguments["limit"] < 1:
-        raise UsageError(f"--limit can't be {arguments['limit']}", "Use a whole number of at least 1")
     return arguments
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import linearize
 from linearize.console import mixer_text
+from linearize.errors import LinearizeError
 from linearize_evals.ablation import BRANCHES, contribution
 from linearize_evals.answers import answers
 from linearize_evals.compare import compare
@@ -18,13 +19,11 @@ SIDES = ("teacher", "student")
 Judged = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]  # role -> samples of ours, results of lm-eval
 
 
-def outcome(
-    settings: Settings, judged: Judged, fingerprints: Mapping[str, str], dtypes: Mapping[str, str]
-) -> dict[str, Any]:
+def outcome(settings: Settings, judged: Judged, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The keys models, tasks, text, ablations, lm_eval and findings of results.json."""
     found = {role: answers(samples) for role, (samples, _) in judged.items()}
     results: dict[str, Any] = {
-        "models": models(settings, fingerprints, dtypes),
+        "models": models(settings, facts),
         **compare(found.get("teacher"), found["student"]),
         "ablations": {
             branch: contribution(found["student"], found[f"without {branch}"])
@@ -37,38 +36,40 @@ def outcome(
     return results | {"findings": findings(results)}
 
 
-def models(settings: Settings, fingerprints: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """What is known of teacher (None without one) and student besides their scores."""
-    report = linearize.inspect(settings.student)
+def models(settings: Settings, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known of teacher (None without one) and student besides their scores.
+
+    Args:
+        facts: fingerprint, dtype and parameters of each.
+    """
+    report = _described(settings.student)
     rows = report["layers"] if report["converted"] else []
-    student = _facts(settings.student, report, "student", fingerprints, dtypes) | {
+    student = _facts(settings.student, report, facts["student"], own=True) | {
         "window": _window(rows),
         "mixers": _mixers(rows),
         "full_attention_layers": sum(row["becomes"] == "full_attention" for row in rows) if rows else None,
     }
-    if "teacher" not in fingerprints:
+    if "teacher" not in facts:
         return {"teacher": None, "student": student}
-    if settings.teacher == SELF:
-        teacher = _facts(f"{settings.student}, mixers bypassed", report, "teacher", fingerprints, dtypes)
-        teacher["parameters"] -= report["new_parameters"]
-    else:
-        teacher = _facts(settings.teacher, linearize.inspect(settings.teacher), "teacher", fingerprints, dtypes)
-    return {"teacher": teacher, "student": student}
+    itself = settings.teacher == SELF
+    name = f"{settings.student}, mixers bypassed" if itself else settings.teacher
+    described = report if itself else _described(settings.teacher)
+    return {"teacher": _facts(name, described, facts["teacher"], own=not itself), "student": student}
 
 
-def _facts(
-    name: str, report: Mapping[str, Any], side: str, fingerprints: Mapping[str, str], dtypes: Mapping[str, str]
-) -> dict[str, Any]:
-    """Of a model that `inspect` described: a student that is converted has its states, all others their caches."""
-    key = "after_bytes" if side == "student" and report["converted"] else "before_bytes"
-    return {
-        "name": name,
-        "fingerprint": fingerprints[side],
-        "dtype": dtypes[side],
-        "parameters": report["parameters"],
-        "cache_dtype": report["cache_dtype"],
-        "cache": [{"tokens": row["tokens"], "bytes": row[key]} for row in report["cache"]],
-    }
+def _described(model: str) -> Mapping[str, Any]:
+    """What `inspect` says; of a model that runs, but can't be converted, next to nothing."""
+    try:
+        return linearize.inspect(model)
+    except LinearizeError:
+        return {"converted": False, "layers": [], "cache": [], "cache_dtype": None}
+
+
+def _facts(name: str, report: Mapping[str, Any], facts: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
+    """Of a model that `inspect` described; `own` if it ran as it is described."""
+    key = "after_bytes" if own and report["converted"] else "before_bytes"
+    cache = [{"tokens": row["tokens"], "bytes": row[key]} for row in report["cache"]]
+    return {"name": name, **facts, "cache_dtype": report["cache_dtype"], "cache": cache}
 
 
 def _window(rows: Sequence[Mapping[str, Any]]) -> int | None:

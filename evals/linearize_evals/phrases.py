@@ -18,8 +18,9 @@ def number(value: float | None, form: str, *, none: str = NONE, minus: str = "âˆ
 
 def percent(value: float) -> str:
     """`0.934` as `93 %`; a figure that isn't 0 or 1 never reads as if it were."""
-    digits = 0 if 0.01 <= value <= 0.99 or value in (0.0, 1.0) else 1
-    return f"{100 * value:.{digits}f} %"
+    if 0.01 <= value <= 0.99 or value in (0.0, 1.0):
+        return f"{100 * value:.0f} %"
+    return f"{min(max(100 * value, 0.1), 99.9):.1f} %" if 0 < value < 1 else f"{100 * value:.1f} %"
 
 
 def short(task: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from linearize.errors import LinearizeError
+from linearize.errors import LinearizeError, ModelError
 
 PATIENCE = timedelta(days=7)  # a process waits for those that have more to do; torch would give up after minutes
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as launchers of every kind set them
@@ -53,6 +53,13 @@ def first(work: Callable[[], Result]) -> Result:
     return together(lambda: work() if main else None)[0]  # pyright: ignore[reportReturnType]
 
 
+def everywhere(work: Callable[[], Result]) -> Result:
+    """What `work` gives here, once it has given something in every process; an error in one is an error in all."""
+    found: list[Result] = []
+    together(lambda: found.append(work()))
+    return found[0]
+
+
 def together(work: Callable[[], Result]) -> list[Result]:
     """What `work` gives in each process, in their order.
 
@@ -82,4 +89,6 @@ def _failure(error: Exception | None) -> tuple[type[LinearizeError], str, str] |
     """(kind, what, fix) of an error, for the other processes."""
     if isinstance(error, LinearizeError):
         return type(error), error.what, error.fix
+    if isinstance(error, FloatingPointError):  # a model that overflows is no fault of this package
+        return ModelError, str(error), ""
     return None if error is None else (LinearizeError, repr(error), "")

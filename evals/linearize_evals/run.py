@@ -102,9 +102,11 @@ def evaluate(
     main = processes.start(device).is_main_process
     place = choose_device(device)
     compared = choose_teacher(student, teacher)
+    earlier = None
     if resume and dtype is None:  # what was measured to be faster may differ this time
-        dtype = processes.first(lambda: earlier_dtype(folder))
+        dtype = earlier = processes.first(lambda: earlier_dtype(folder))
     chosen, because = processes.same(choose_dtype(dtype, place))
+    because = "as the run was begun" if earlier is not None else because
     settings = Settings(
         student=str(student),
         teacher=compared,
@@ -115,14 +117,16 @@ def evaluate(
         seed=seed,
         text=text,
         haystack=haystack,
-        generate=suite == "full" if generate is None else generate,
+        generate=not tasks and suite == "full" if generate is None else generate,
         ablate=ablate,
         dtype=str(chosen).removeprefix("torch."),
+        device=place.type,
+        batch_size=batch_size,
     )
     # The first process may begin to write there as soon as it has looked.
     processes.first(lambda: check_begun(folder, settings.decisive()))
     told = note if note is not None and main else lambda text: None
-    run = Run(settings, folder, place, chosen, batch_size, progress, told)
+    run = Run(settings, folder, place, chosen, progress, told)
     run.say(f"{settings.dtype} on {place.type}: {because}")
     return run.all()
 
@@ -139,13 +143,11 @@ class Run:
     folder: Path
     device: Any
     dtype: Any
-    batch_size: int | str
     progress: Callable[[str, int, int], None] | None
     note: Note
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each model that was judged
 
     def say(self, text: str) -> None:
         self.notes.append(text)
@@ -169,7 +171,7 @@ class Run:
                 write_json(self.folder / RUN, settings.decisive())
             try:
                 found = self._score(tokenizer, asked)
-            except BaseException:
+            except Exception:  # an interrupted run is there to be resumed
                 if main:
                     discard_unless_scored(self.folder)
                 raise
@@ -179,18 +181,22 @@ class Run:
 
     def _score(self, tokenizer: Any, asked: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         """(samples of our tasks, lm-eval's results) of teacher, student, and student without a branch."""
+        from linearize_evals import processes
         from linearize_evals.loading import load_model
 
         found: dict[str, Any] = {}
+
+        def load(name: str) -> Any:
+            return processes.everywhere(lambda: load_model(name, device=self.device, dtype=self.dtype))
 
         def score(role: str, model: Any, tasks: Any = asked) -> None:
             found[role] = self._judge(role, model, tokenizer, tasks)
 
         if self.settings.teacher not in (SELF, NONE):
-            model = load_model(self.settings.teacher, device=self.device, dtype=self.dtype)
+            model = load(self.settings.teacher)
             score("teacher", model)
             del model
-        model = load_model(self.settings.student, device=self.device, dtype=self.dtype)
+        model = load(self.settings.student)
         if self.settings.teacher == SELF:
             with linearize.bypass(model):
                 score("teacher", model)
@@ -202,33 +208,30 @@ class Run:
     def _judge(self, role: str, model: Any, tokenizer: Any, tasks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         from accelerate import PartialState
 
+        from linearize_evals import processes
         from linearize_evals.fingerprint import fingerprint
         from linearize_evals.judging import judge
         from linearize_evals.lm import RecallLM
+        from linearize_evals.loading import count_parameters
         from linearize_evals.store import Store
 
         begun = time.perf_counter()
         if role in ("teacher", "student"):
             self._check_length(role, model, tasks)
-            self.dtypes[role] = str(model.dtype).removeprefix("torch.")
-        self.fingerprints[role] = fingerprint(model)
-        identity = {
-            "role": "whole" if role in ("teacher", "student") else role,
-            "fingerprint": self.fingerprints[role],
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": self.device.type,
-            "versions": versions(),
-        }
+        facts = {"fingerprint": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
+        self.facts[role] = facts | {"parameters": count_parameters(model)}
+        role_kind = "whole" if role in ("teacher", "student") else role
+        identity = {"role": role_kind, **facts, "device": self.device.type, "versions": versions()}
         # A teacher is judged once for all its students; a student's scores stay with the run that they belong to.
-        if role == "teacher":
-            store = Store(cache_folder(), identity)
-        else:
-            store = Store(self.folder / SCORES, identity, elsewhere="choose another folder with -o")
+        place, mend = cache_folder(), {}
+        if role != "teacher":
+            place, mend = self.folder / SCORES, {"elsewhere": "choose another folder with -o"}
+        store = processes.everywhere(lambda: Store(place, identity, **mend))
         main = PartialState().is_main_process
         lm = RecallLM(
             model,
             tokenizer,
-            batch_size=self.batch_size,
+            batch_size=self.settings.batch_size,
             store=store,
             progress=self.progress if main else None,
             label=role,
@@ -280,8 +283,8 @@ class Run:
             "schema": SCHEMA,
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "versions": versions(),
-            "settings": self.settings.to_dict() | {"batch_size": self.batch_size, "device": str(self.device)},
-            **outcome(self.settings, found, self.fingerprints, self.dtypes),
+            "settings": self.settings.to_dict(),
+            **outcome(self.settings, found, self.facts),
             "notes": self.notes,
         }
         self.seconds["comparison"] = time.perf_counter() - begun

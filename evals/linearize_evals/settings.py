@@ -25,7 +25,7 @@ PACKAGES = ("linearize", "lm_eval", "torch", "transformers")
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that the figures of a run depend on, besides the two models' weights.
+    """What a run was asked for. With the two models' weights, its figures depend on nothing else.
 
     Attributes:
         student: the model that is judged, as the user named it.
@@ -36,7 +36,8 @@ class Settings:
         text, haystack: see `catalogue.build`.
         generate: whether answers are generated, too.
         ablate: whether the mixers' branches are ablated.
-        dtype: what the models run in.
+        dtype: what the models run in; device: the kind that they run on.
+        batch_size: documents in a forward, which decides how sums are rounded.
     """
 
     student: str
@@ -51,6 +52,8 @@ class Settings:
     generate: bool
     ablate: bool
     dtype: str
+    device: str
+    batch_size: int | str
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))

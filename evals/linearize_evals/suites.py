@@ -51,7 +51,8 @@ def chosen_tasks(
 ) -> tuple[dict[str, Options], list[str]]:
     """The tasks of ours to ask with their options, and the names that must be lm-eval's own.
 
-    `tasks` replace the suite's; options that are given replace those of every task that has the axis.
+    `tasks` replace the suite's, and have their own grids; options that are given replace those of every task that has
+    the axis.
 
     Raises:
         UsageError: for an unknown suite or task of ours, an option that no task has an axis for, or a task named twice.
@@ -69,7 +70,8 @@ def chosen_tasks(
     asked = {"lengths": lengths, "depths": depths, "pairs": pairs, "samples": samples}
     given = {key: value if key == "samples" else list(value) for key, value in asked.items() if value is not None}
     check_grid(given)
-    ours = {name: _options(suite, name, given) for name in names if name in FAMILIES}
+    grids = {} if tasks else SUITES[suite]  # a task that is named is asked on its own grid
+    ours = {name: _options(grids.get(name, {}), name, given) for name in names if name in FAMILIES}
     for axis, option in AXES.items():
         if option in given and not any(axis in FAMILIES[name].axes for name in ours):
             raise UsageError(f"no task that is asked has {option}", f"Leave out --{option}, or add such a task")
@@ -84,17 +86,17 @@ def check_uses(ours: Iterable[str], others: Sequence[str], **given: Any) -> None
     """
     kinds = {FAMILIES[name].kind for name in ours}
     fillers = any(FAMILIES[name].build.split(":")[0].endswith((".niah", ".tracking")) for name in ours)
+    if given["limit"] is not None and not (isinstance(given["limit"], int) and given["limit"] > 0):
+        raise UsageError(f"limit can't be {given['limit']}", "Use a whole number of at least 1")
     for option, used in {"text": "text" in kinds, "haystack": fillers, "limit": bool(others)}.items():
         if given[option] is not None and not used:
             raise UsageError(f"no task that is asked uses --{option}", "Leave it out, or add such a task")
 
 
-def _options(suite: str, name: str, given: Mapping[str, Any]) -> Options:
-    """The suite's grid of a task, with what is given in its place."""
+def _options(grid: Options, name: str, given: Mapping[str, Any]) -> Options:
+    """The grid of a task, with what is given in its place."""
     axes = {AXES[axis] for axis in FAMILIES[name].axes}
-    return {**SUITES[suite].get(name, {})} | {
-        key: value for key, value in given.items() if key == "samples" or key in axes
-    }
+    return {**grid} | {key: value for key, value in given.items() if key == "samples" or key in axes}
 
 
 def _not_ours(name: str) -> str:

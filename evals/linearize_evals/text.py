@@ -55,7 +55,7 @@ def _decode(data: bytes, source: str) -> str:
             data = gzip.decompress(data)
         text = data.decode("utf-8")
         if ".jsonl" in Path(source).name:
-            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+            text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"'{source}' can't be read as text ({first_line(error)})", "Check the file") from None
     except (json.JSONDecodeError, KeyError, TypeError):

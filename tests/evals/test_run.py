@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from linearize_evals import builtin, loading, scoring
+from linearize_evals import builtin, loading, scoring, suites
 from linearize_evals.settings import write_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -130,6 +130,29 @@ def test_what_is_said_of_the_models_is_their_own(folders, tmp_path):
     assert teacher["cache"][-1]["bytes"] == 1.5 * linearize.inspect(folders / "base")["cache"][-1]["before_bytes"]
     assert (student["window"], student["full_attention_layers"]) == (None, 1)
     assert student["parameters"] < teacher["parameters"]
+
+
+def test_a_model_that_cannot_be_converted_is_judged_all_the_same(tmp_path):
+    """Its layers all slide, so there is no plan for it, and nothing to say of its memory."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=32, **sizes)
+    model = MistralForCausalLM(config)
+    model.save_pretrained(tmp_path / "sliding")
+    byte_tokenizer().save_pretrained(tmp_path / "sliding")
+    results = linearize.evaluate(tmp_path / "sliding", tmp_path / "out", teacher="none", **GRID)
+    assert results["models"]["student"]["parameters"] == model.num_parameters()
+    assert results["models"]["student"]["cache"] == []
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_named_task_has_its_own_grid_and_a_suite_its():
+    assert suites.chosen_tasks("quick", ["linearize_niah_single"]) == ({"linearize_niah_single": {}}, [])
+    ours, _ = suites.chosen_tasks("quick", (), lengths=[64])
+    assert ours["linearize_niah_single"] == {**suites.SUITES["quick"]["linearize_niah_single"], "lengths": [64]}
+    assert ours["linearize_mqar_lines"] == suites.SUITES["quick"]["linearize_mqar_lines"]
+    assert list(suites.chosen_tasks("quick", ["linearize_recall"])[0]) == suites.GROUPS["linearize_recall"]
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(folders, tmp_path, scored):

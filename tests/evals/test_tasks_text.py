@@ -59,11 +59,12 @@ def test_texts_that_are_too_short_or_too_long(story, tmp_path, monkeypatch):
 
 
 def test_a_text_can_be_plain_or_json_lines_packed_or_not(tmp_path):
-    lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in ("one é", "two"))
-    for name, content in (("a.txt", "one é\n\ntwo"), ("a.jsonl", lines)):
+    first = "one\u2028é"  # JSON may hold a line separator as it is
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in (first, "two"))
+    for name, content in (("a.txt", f"{first}\n\ntwo"), ("a.jsonl", lines)):
         (tmp_path / name).write_text(content, encoding="utf-8")
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
-        assert read_text(str(tmp_path / name)) == read_text(str(tmp_path / f"{name}.gz")) == "one é\n\ntwo"
+        assert read_text(str(tmp_path / name)) == read_text(str(tmp_path / f"{name}.gz")) == f"{first}\n\ntwo"
 
 
 def test_a_data_set_by_name(monkeypatch, tmp_path):
