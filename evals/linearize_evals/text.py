@@ -102,7 +102,7 @@ def ar_text(setting: Setting) -> Make:
             distance = at - seen[pair] if pair in seen else None
             spans.append(Span(at, at + 1, 0.0, distance, "other" if distance is None else "hit"))
             seen[pair] = at - 1
-        return Document(ids, tuple(spans), len(ids), index=index)
+        return Document(ids, tuple(spans), cell.length or len(ids), index=index)
 
     return make
 
@@ -117,7 +117,7 @@ def perplexity(setting: Setting) -> Make:
         first = max(begin, 1)
         edges = [first, *range(CHUNK, len(ids), CHUNK), len(ids)]
         spans = (Span(start, end, label="position") for start, end in pairwise(edges))
-        return Document(ids, tuple(spans), len(ids), index=index)
+        return Document(ids, tuple(spans), cell.length or len(ids), index=index)
 
     return make
 

@@ -13,6 +13,7 @@ from linearize_evals.catalogue import build
 from linearize_evals.text import read_text
 
 from linearize.errors import UsageError
+from tests.evals.engine import byte_tokenizer
 from tests.evals.stubs import bpe
 
 RNG = random.Random(5)
@@ -47,6 +48,16 @@ def test_windows_of_one_number_end_at_the_same_token(story):
         assert tokenizer.decode(long.ids).strip() in STORY
     assert [(span.start, span.end) for span in documents[0].spans] == [(1, 64), (64, 128), (128, 192), (192, 200)]
     assert len({document.ids for document in documents}) == 8
+
+
+@pytest.mark.parametrize("name", ["linearize_perplexity", "linearize_ar_text"])
+def test_a_window_holds_whole_words_and_keeps_the_length_of_its_cell(name, story):
+    """Cut inside a word, most tokenizers would split the text in another way."""
+    for document in build(name, byte_tokenizer(), lengths=[200], samples=8, text=story):
+        text = byte_tokenizer().decode(document.ids)
+        assert set(text.split()) <= set(STORY.split())
+        assert document.length == 200
+        assert 168 < len(document.ids) <= 200
 
 
 def test_texts_that_are_too_short_or_too_long(story, tmp_path, monkeypatch):
