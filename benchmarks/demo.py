@@ -60,7 +60,7 @@ def run(out: Path) -> None:
     linearize("eval", str(student), "--teacher", gguf, "-o", str(evaluation), *EVALUATION, *resume)
     print(
         "\nThe weights are the original ones and the mixers have had no training, so the student is worse at\n"
-        "language and loses most or all of its recall. Recovery training is not part of this release."
+        "language and recalls less. Recovery training is not part of this release."
     )
     heading(f"done in {time.perf_counter() - started:.0f} s")
     print(f"converted model  {student.resolve()}\nreport           {(evaluation / 'report.html').resolve()}")

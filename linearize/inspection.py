@@ -27,8 +27,11 @@ def inspect(
     recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     revision: str | None = None,
+    cache_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Describe a model before or after its conversion, as a JSON-able dict.
+
+    `cache_dtype` is what caches are reckoned in, by default what the model is stored in.
 
     Of an unconverted model it says what `recipe` would make of it. Keys: model, origin, converted, family,
     architecture, parameters, weight_bytes, dtypes (bytes by dtype), tied, num_layers, layers, new_parameters,
@@ -50,10 +53,10 @@ def inspect(
     if source.config.get("linearize"):
         if recipe is not None or overrides:
             raise UsageError(f"{model} is converted already, so no recipe applies to it", "Leave out its options")
-        return _converted(source)
+        return _converted(source, cache_dtype)
     plan = make_plan(source, settings)
     report = _facts(source, plan.probe) | {"recipe": settings.to_dict()}
-    report |= _becomes(source, plan.probe, plan.layers, plan.new_tensors)
+    report |= _becomes(source, plan.probe, plan.layers, plan.new_tensors, cache_dtype)
     linked = sum(file.bytes for file in plan.files if file.how == "link")
     report["disk"] = {
         "bytes_needed": plan.bytes_needed,
@@ -63,7 +66,7 @@ def inspect(
     return report | {"notes": list(plan.notes)}
 
 
-def _converted(source: Source) -> dict[str, Any]:
+def _converted(source: Source, cache_dtype: str | None) -> dict[str, Any]:
     from linearize.modeling.classes import checked_block
     from linearize.modeling.probe import probe
 
@@ -71,7 +74,7 @@ def _converted(source: Source) -> dict[str, Any]:
     probed = probe(load_config(source.config, source.name))
     report = _facts(source, probed) | {"recipe": block.get("recipe")}
     try:
-        report |= _becomes(source, probed, block["layers"], plan_tensors(block["layers"], 0))
+        report |= _becomes(source, probed, block["layers"], plan_tensors(block["layers"], 0), cache_dtype)
     except NotRegistered as error:
         raise error.in_checkpoint() from None
     files = sum(header.file_bytes for header in source.shards.values()) + sum(source.side_files.values())
@@ -99,13 +102,14 @@ def _becomes(
     probed: Probe,
     layers: Sequence[Mapping[str, Any]],
     new_tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    cache_dtype: str | None,
 ) -> dict[str, Any]:
     """Layer by layer what it becomes and why, and what the cache costs before and after."""
     import torch
 
     from linearize.mixers import AttentionShape, state_bytes
 
-    cache_dtype = _cache_dtype(source)
+    cache_dtype = cache_dtype or _cache_dtype(source)
     width = torch.finfo(getattr(torch, cache_dtype)).bits // 8
     config = load_config(source.config, source.name)
     added = layer_bytes(new_tensors)

@@ -42,7 +42,7 @@ def models(settings: Settings, facts: Mapping[str, Mapping[str, Any]]) -> dict[s
     Args:
         facts: fingerprint, dtype and parameters of each.
     """
-    report = _described(settings.student)
+    report = _described(settings.student, facts["student"])
     rows = report["layers"] if report["converted"] else []
     student = _facts(settings.student, report, facts["student"], own=True) | {
         "window": _window(rows),
@@ -53,14 +53,17 @@ def models(settings: Settings, facts: Mapping[str, Mapping[str, Any]]) -> dict[s
         return {"teacher": None, "student": student}
     itself = settings.teacher == SELF
     name = f"{settings.student}, mixers bypassed" if itself else settings.teacher
-    described = report if itself else _described(settings.teacher)
+    described = report if itself else _described(settings.teacher, facts["teacher"])
     return {"teacher": _facts(name, described, facts["teacher"], own=not itself), "student": student}
 
 
-def _described(model: str) -> Mapping[str, Any]:
-    """What `inspect` says; of a model that runs, but can't be converted, next to nothing."""
+def _described(model: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `inspect` says, with caches in the dtype that the model ran in.
+
+    Of a model that runs, but can't be converted, that is next to nothing.
+    """
     try:
-        return linearize.inspect(model)
+        return linearize.inspect(model, cache_dtype=facts["dtype"])
     except LinearizeError:
         return {"converted": False, "layers": [], "cache": [], "cache_dtype": None}
 

@@ -171,9 +171,7 @@ def cache_table(models: Mapping[str, Any]) -> Table:
     sizes = {side: {p["tokens"]: p["bytes"] for p in (models.get(side) or {}).get("cache") or []} for side in SIDES}
     lengths = sorted({tokens for points in sizes.values() for tokens in points})
     rows = [[str(tokens), *(_size(sizes[side].get(tokens)) for side in SIDES)] for tokens in lengths]
-    return _table(
-        "Cache or state of one sequence, in the dtype that the checkpoint is stored in", ["tokens", *SIDES], rows
-    )
+    return _table("Cache or state of one sequence, in the dtype that the model ran in", ["tokens", *SIDES], rows)
 
 
 def _size(count: int | None) -> str:

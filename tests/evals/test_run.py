@@ -23,6 +23,7 @@ GRID = {
     "lengths": [256],
     "depths": [0.0, 1.0],
     "samples": 2,
+    "dtype": "float32",
 }
 
 
@@ -128,6 +129,10 @@ def test_what_is_said_of_the_models_is_their_own(folders, tmp_path):
     teacher, student = results["models"]["teacher"], results["models"]["student"]
     assert teacher["parameters"] == wide.num_parameters()
     assert teacher["cache"][-1]["bytes"] == 1.5 * linearize.inspect(folders / "base")["cache"][-1]["before_bytes"]
+    options = {**GRID, "dtype": "bfloat16", "teacher": tmp_path / "wide"}
+    half = linearize.evaluate(tmp_path / "hybrid", tmp_path / "half", **options)["models"]
+    assert half["teacher"]["cache"][-1]["bytes"] == teacher["cache"][-1]["bytes"] / 2
+    assert half["teacher"]["cache_dtype"] == half["student"]["cache_dtype"] == "bfloat16"
     assert (student["window"], student["full_attention_layers"]) == (None, 1)
     assert student["parameters"] < teacher["parameters"]
 
