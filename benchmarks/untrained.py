@@ -23,8 +23,14 @@ WINDOW_TOKENS = 512  # perplexity is taken in pieces of this length
 
 ROWS: list[tuple[str, dict[str, Any], float | None]] = [
     *((f"linear, {name}", {"mixer": "linear", "feature_map": name}, None) for name in ("elu1", "hedgehog", "favor")),
-    *((f"window 64, {name}", {"feature_map": name}, None) for name in ("elu1", "t2r", "taylor", "hedgehog", "favor")),
-    *((f"window 64, hedgehog, gate {g:g}", {"feature_map": "hedgehog"}, g) for g in (-2.0, 0.0, 2.0, 4.6)),
+    *(
+        (f"window 64, {name}", {"feature_map": name, "sinks": 0}, None)
+        for name in ("elu1", "t2r", "taylor", "hedgehog", "favor")
+    ),
+    *(
+        (f"window 64, hedgehog, gate {gate:g}", {"feature_map": "hedgehog", "sinks": 0}, gate)
+        for gate in (-2.0, 0.0, 2.0, 4.6)
+    ),
     *((f"window 64 + 4 sinks, {name}", {"feature_map": name, "sinks": 4}, None) for name in ("hedgehog", "favor")),
     *(
         (
@@ -35,7 +41,7 @@ ROWS: list[tuple[str, dict[str, Any], float | None]] = [
         for name in ("hedgehog", "favor")
     ),
 ]
-ZEROED = [("window 64, linear part zeroed", {}), ("window 64 + 4 sinks, linear part zeroed", {"sinks": 4})]
+ZEROED = [("window 64, linear part zeroed", {"sinks": 0}), ("window 64 + 4 sinks, linear part zeroed", {"sinks": 4})]
 
 
 def perplexity(model: Any, ids: list[int]) -> float:
@@ -55,7 +61,6 @@ def perplexity(model: Any, ids: list[int]) -> float:
 
 def main() -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     import linearize
 
@@ -64,13 +69,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gguf = find_model()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    base = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=choose_dtype(None, torch.device("cpu"))[0],
-    ).eval()
+    tokenizer = linearize.load_tokenizer(gguf)
+    base = linearize.load(gguf, dtype=choose_dtype(None, torch.device("cpu"))[0]).eval()
     ids = tokenizer(arguments.text.read_text(encoding="utf-8")).input_ids
     results: dict[str, float] = {}
 
@@ -89,12 +89,9 @@ def main() -> None:
                     parameter.data.fill_(gate)
         measure(label, model)
     for label, recipe in ZEROED:
-        # The features of keys are 0, so that only the exact part is left.
         model = linearize.linearize_(copy.deepcopy(base), mixer="window", feature_map="relu", **recipe)
-        for module in model.modules():
-            if hasattr(module, "feature_map"):
-                module.feature_map.k = torch.zeros_like
-        measure(label, model)
+        with linearize.ablate(model, "linear"):
+            measure(label, model)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

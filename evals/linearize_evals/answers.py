@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linearize.errors import UsageError
-
-TEXT_LABELS = frozenset({"hit", "other", "position"})  # spans of running text; all others have one right answer
+from linearize_evals.catalogue import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Answer:
 
         Of a running text it is the window of one number at every length: the shorter ones lie inside the longer ones.
         """
-        return (self.task, self.index) if self.label in TEXT_LABELS else self.document
+        return (self.task, self.index) if FAMILIES[self.task].kind == "text" else self.document
 
 
 def answers(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Answer]:

@@ -142,7 +142,8 @@ def build(
 ) -> list[Document]:
     """The documents of a task, those with the same number in every cell next to each other.
 
-    A document depends on the task, its version, `seed`, its cell and its number, on nothing else. Options for an axis
+    A document depends on the task, its version, `seed`, its cell, its number, the tokenizer, and `text` or `haystack`;
+    not on which others are built. Options for an axis
     that the task doesn't have are ignored; None stands for the task's default.
 
     Args:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from linearize.errors import UsageError
-from linearize_evals.answers import TEXT_LABELS, Answer
+from linearize_evals.answers import Answer
+from linearize_evals.catalogue import FAMILIES
 from linearize_evals.intervals import accuracy, bootstrap, difference, finite, mcnemar, retention
 
 GATE = 0.9  # below this accuracy of the teacher, what the student lacks can't be told from what the teacher lacks
@@ -72,7 +73,7 @@ def compare(teacher: Iterable[Answer] | None, student: Iterable[Answer]) -> dict
     rows = _join(teacher, student)
     found: dict[str, Any] = {"tasks": {}, "text": {}}
     for task, group in rows.split(lambda answer: answer.task).items():
-        if all(answer.label in TEXT_LABELS for answer in group.student):
+        if FAMILIES[task].kind == "text":
             found["text"][task] = _text(group)
         else:
             found["tasks"][task] = _recall(group)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linearize.errors import ModelError
-from linearize.modeling.attach import SWITCH
+from linearize.modeling.bypass import is_bypassed
 from linearize.modeling.classes import BLOCK
 from linearize_evals import rope
 
@@ -35,7 +35,7 @@ def fingerprint(model: Any) -> str:
     rope.reset(model)  # frequencies may be those of what ran last
     digest = hashlib.sha256()
     config, label = _without_paths(model.config.to_dict()), type(model).__name__
-    bypassed = SWITCH in vars(model) and vars(model)[SWITCH].bypassed
+    bypassed = is_bypassed(model)
     if bypassed:
         config["model_type"] = config.pop(BLOCK)["base_model_type"]
         label = type(model).__bases__[-1].__name__

@@ -39,7 +39,7 @@ def build_tasks(settings: Settings, tokenizer: Any, folder: str | Path) -> Asked
     Raises:
         UsageError: a task can't be built.
     """
-    return Asked(our_tasks(settings, tokenizer), _builtin_tasks(settings.lm_eval, folder, settings.tasks))
+    return Asked(our_tasks(settings, tokenizer), _builtin_tasks(settings.lm_eval, folder))
 
 
 def our_tasks(
@@ -70,7 +70,7 @@ def our_tasks(
     return tasks
 
 
-def _builtin_tasks(names: Sequence[str], folder: str | Path, ours: Mapping[str, Any]) -> list:
+def _builtin_tasks(names: Sequence[str], folder: str | Path) -> list:
     if not names:
         return []
     from lm_eval.tasks import TaskManager

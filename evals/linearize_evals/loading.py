@@ -105,8 +105,9 @@ def load_model(name: str | Path, *, device: Any, dtype: Any) -> Any:
 
 def count_parameters(model: Any) -> int:
     """The parameters that take part: none of the mixers' where they are bypassed."""
-    switch = getattr(model, "_linearize_switch", None)
-    bypassed = switch is not None and switch.bypassed
+    from linearize.modeling.bypass import is_bypassed
+
+    bypassed = is_bypassed(model)
     return sum(p.numel() for name, p in model.named_parameters() if not (bypassed and ".linearize." in name))
 
 

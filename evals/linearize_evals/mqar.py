@@ -7,13 +7,13 @@ order. All are scored in one forward: an answer is in view only after it was pre
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from linearize.errors import UsageError
 from linearize_evals.document import Ask, Cell, Document, Fact, Make, Piece, Setting, compose
-from linearize_evals.words import NOUNS, Nouns
+from linearize_evals.words import NOUNS, Nouns, numbers
 
 QUERIES = 16  # in one document they count nearly as 16 documents of one query each
 WARM_UP = 4  # a model that saw a list once takes some queries to notice what is asked
@@ -22,27 +22,23 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def lines(setting: Setting) -> Make:
-    """`garden: 345`, the list stated twice."""
-    return _lists(setting.tokenizer, _numbers(3), ("{}:", " {}", "\n"), times=2)
+    """`garden: 345`, the list stated twice, in two orders."""
+    return _lists(setting.tokenizer, partial(numbers, digits=3), ("{}:", " {}", "\n"), times=2)
 
 
 def lines_once(setting: Setting) -> Make:
     """`garden: 345`, stated once; the answers of the first queries are given and not scored."""
-    return _lists(setting.tokenizer, _numbers(3), ("{}:", " {}", "\n"), times=1, warm_up=WARM_UP)
+    return _lists(setting.tokenizer, partial(numbers, digits=3), ("{}:", " {}", "\n"), times=1, warm_up=WARM_UP)
 
 
 def json(setting: Setting) -> Make:
     """`"garden": "3456",`, stated once; the answers of the first queries are given and not scored."""
-    return _lists(setting.tokenizer, _numbers(4), ('"{}": "', "{}", '",\n'), times=1, warm_up=WARM_UP)
+    return _lists(setting.tokenizer, partial(numbers, digits=4), ('"{}": "', "{}", '",\n'), times=1, warm_up=WARM_UP)
 
 
 def nouns(setting: Setting) -> Make:
     """`garden: river`, the list stated twice. No noun is both a key and a value."""
     return _lists(setting.tokenizer, None, ("{}:", " {}", "\n"), times=2)
-
-
-def _numbers(digits: int) -> Callable[[random.Random, int], list[str]]:
-    return lambda rng, count: [str(n) for n in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
 
 
 def _lists(tokenizer: Any, values: Any, style: tuple[str, str, str], times: int, warm_up: int = 0) -> Make:

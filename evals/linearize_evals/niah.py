@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 from linearize_evals.document import Ask, Cell, Document, Fact, Make, Piece, Setting
 from linearize_evals.haystack import fill, open_haystack
-from linearize_evals.words import Nouns
+from linearize_evals.words import Nouns, numbers
 
 KEYS = 8  # needles of the multi-key task
 VALUES = 4  # values of the multi-value task
 QUERIES = 4  # needles, and questions, of the multi-query task
 CODE_DIGITS = 7
 PASS_DIGITS = 5
+CUE = "The secret code for {} is"
 
 Draw = Callable[[random.Random], tuple[list[Fact], list[Piece]]]
 
@@ -26,8 +27,9 @@ def single(setting: Setting) -> Make:
     nouns = Nouns(setting.tokenizer)
 
     def draw(rng: random.Random) -> tuple[list[Fact], list[Piece]]:
-        needles = codes(rng, nouns.draw(rng, 1))
-        return list(needles.values()), ask(needles, list(needles), chance=0.0)
+        noun = nouns.draw(rng, 1)
+        needles = codes(rng, noun)
+        return needles, ask(noun, needles, chance=0.0)
 
     return needles_in(setting, draw)
 
@@ -36,8 +38,10 @@ def multikey(setting: Setting) -> Make:
     nouns = Nouns(setting.tokenizer)
 
     def draw(rng: random.Random) -> tuple[list[Fact], list[Piece]]:
-        needles = codes(rng, nouns.draw(rng, KEYS))
-        return list(needles.values()), ask(needles, [rng.choice(list(needles))], chance=1 / KEYS)
+        keys = nouns.draw(rng, KEYS)
+        needles = codes(rng, keys)
+        asked = rng.choice(range(KEYS))
+        return needles, ask([keys[asked]], [needles[asked]], chance=1 / KEYS)
 
     return needles_in(setting, draw)
 
@@ -46,8 +50,10 @@ def multiquery(setting: Setting) -> Make:
     nouns = Nouns(setting.tokenizer)
 
     def draw(rng: random.Random) -> tuple[list[Fact], list[Piece]]:
-        needles = codes(rng, nouns.draw(rng, QUERIES))
-        return list(needles.values()), ask(needles, rng.sample(list(needles), QUERIES), chance=1 / QUERIES)
+        keys = nouns.draw(rng, QUERIES)
+        needles = codes(rng, keys)
+        order = rng.sample(range(QUERIES), QUERIES)
+        return needles, ask([keys[i] for i in order], [needles[i] for i in order], chance=1 / QUERIES)
 
     return needles_in(setting, draw)
 
@@ -56,13 +62,9 @@ def multivalue(setting: Setting) -> Make:
     nouns = Nouns(setting.tokenizer)
 
     def draw(rng: random.Random) -> tuple[list[Fact], list[Piece]]:
-        (noun,) = nouns.draw(rng, 1)
-        values = numbers(rng, VALUES, CODE_DIGITS)
-        needles = [Fact(f"The secret code for {noun} is {value}.", value) for value in values]
-        pieces: list[Piece] = []
-        for value in values:
-            pieces += [f"\nThe secret code for {noun} is", Ask(f" {value}", value, 1 / VALUES), "."]
-        return needles, pieces
+        noun = nouns.draw(rng, 1) * VALUES
+        needles = codes(rng, noun)
+        return needles, ask(noun, needles, chance=1 / VALUES)
 
     return needles_in(setting, draw)
 
@@ -76,26 +78,18 @@ def passkey(setting: Setting) -> Make:
     return needles_in(setting, draw)
 
 
-def codes(rng: random.Random, nouns: Sequence[str]) -> dict[str, Fact]:
-    """A needle for each noun, by noun; the fact's name is its value."""
+def codes(rng: random.Random, nouns: Sequence[str]) -> list[Fact]:
+    """A needle for each noun; the fact's name is its value."""
     values = numbers(rng, len(nouns), CODE_DIGITS)
-    return {
-        noun: Fact(f"The secret code for {noun} is {value}.", value) for noun, value in zip(nouns, values, strict=True)
-    }
+    return [Fact(f"{CUE.format(noun)} {value}.", value) for noun, value in zip(nouns, values, strict=True)]
 
 
-def ask(needles: dict[str, Fact], nouns: Sequence[str], chance: float) -> list[Piece]:
-    """The needles of `nouns` once more, with their values to be predicted."""
+def ask(nouns: Sequence[str], needles: Sequence[Fact], chance: float) -> list[Piece]:
+    """Needles once more, each of its noun, with the values to be predicted."""
     pieces: list[Piece] = []
-    for noun in nouns:
-        value = needles[noun].name
-        pieces += [f"\nThe secret code for {noun} is", Ask(f" {value}", value, chance), "."]
+    for noun, needle in zip(nouns, needles, strict=True):
+        pieces += [f"\n{CUE.format(noun)}", Ask(f" {needle.name}", needle.name, chance), "."]
     return pieces
-
-
-def numbers(rng: random.Random, count: int, digits: int) -> list[str]:
-    """`count` different numbers, without leading zeros."""
-    return [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
 
 
 def needles_in(setting: Setting, draw: Draw) -> Make:

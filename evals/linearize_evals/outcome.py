@@ -13,9 +13,9 @@ from linearize_evals.ablation import BRANCHES, contribution
 from linearize_evals.answers import answers
 from linearize_evals.compare import compare
 from linearize_evals.diagnosis import choice_histogram, findings
+from linearize_evals.phrases import SIDES
 from linearize_evals.settings import SELF, Settings
 
-SIDES = ("teacher", "student")
 Judged = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]  # role -> samples of ours, results of lm-eval
 
 

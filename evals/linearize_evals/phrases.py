@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NONE = "–"
+SIDES = ("teacher", "student")
 
 
 def number(value: float | None, form: str, *, none: str = NONE, minus: str = "−") -> str:

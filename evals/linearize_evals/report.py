@@ -14,10 +14,10 @@ from markupsafe import Markup, escape
 
 from linearize.errors import ResourceError
 from linearize_evals.compare import GATE, TOO_WEAK
+from linearize_evals.phrases import SIDES
 from linearize_evals.plots import STYLE, Picture, pictures
 from linearize_evals.settings import write_file
 from linearize_evals.tables import (
-    SIDES,
     ablation_tables,
     cache_table,
     generation_table,

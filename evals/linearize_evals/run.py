@@ -13,6 +13,7 @@ from typing import Any
 import linearize
 from linearize.errors import ModelError, UsageError
 from linearize_evals.batching import check_batch_size
+from linearize_evals.phrases import SIDES
 from linearize_evals.settings import (
     NONE,
     RESULTS,
@@ -101,7 +102,7 @@ def evaluate(
     check_dtype(dtype)
     main = processes.start(device).is_main_process
     place = choose_device(device)
-    compared = choose_teacher(student, teacher)
+    compared = processes.first(lambda: choose_teacher(student, teacher))  # which may read every byte
     earlier = None
     if resume and dtype is None:  # what was measured to be faster may differ this time
         dtype = earlier = processes.first(lambda: earlier_dtype(folder))
@@ -125,8 +126,7 @@ def evaluate(
     )
     # The first process may begin to write there as soon as it has looked.
     processes.first(lambda: check_begun(folder, settings.decisive()))
-    told = note if note is not None and main else lambda text: None
-    run = Run(settings, folder, place, chosen, progress, told)
+    run = Run(settings, folder, place, chosen, main, progress if main else None, note if main else None)
     run.say(f"{settings.dtype} on {place.type}: {because}")
     return run.all()
 
@@ -143,19 +143,19 @@ class Run:
     folder: Path
     device: Any
     dtype: Any
+    main: bool  # the first process, which alone writes and tells
     progress: Callable[[str, int, int], None] | None
-    note: Note
+    note: Note | None
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each model that was judged
 
     def say(self, text: str) -> None:
         self.notes.append(text)
-        self.note(text)
+        if self.note is not None:
+            self.note(text)
 
     def all(self) -> dict[str, Any]:
-        from accelerate import PartialState
-
         from linearize_evals import judging
         from linearize_evals.loading import check_tokenizers
 
@@ -166,18 +166,15 @@ class Run:
                 check_tokenizers(linearize.load_tokenizer(settings.teacher), tokenizer)
             asked = judging.build_tasks(settings, tokenizer, tokenizer.name_or_path)
             self.seconds["documents"] = time.perf_counter() - begun
-            main = PartialState().is_main_process
-            if main:
+            if self.main:
                 write_json(self.folder / RUN, settings.decisive())
             try:
                 found = self._score(tokenizer, asked)
             except Exception:  # an interrupted run is there to be resumed
-                if main:
+                if self.main:
                     discard_unless_scored(self.folder)
                 raise
-        if not main:
-            return {}
-        return self._results(found)
+        return self._results(found) if self.main else {}
 
     def _score(self, tokenizer: Any, asked: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         """(samples of our tasks, lm-eval's results) of teacher, student, and student without a branch."""
@@ -206,8 +203,6 @@ class Run:
         return found
 
     def _judge(self, role: str, model: Any, tokenizer: Any, tasks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        from accelerate import PartialState
-
         from linearize_evals import processes
         from linearize_evals.fingerprint import fingerprint
         from linearize_evals.judging import judge
@@ -216,27 +211,33 @@ class Run:
         from linearize_evals.store import Store
 
         begun = time.perf_counter()
-        if role in ("teacher", "student"):
+        if role in SIDES:
             self._check_length(role, model, tasks)
-        facts = {"fingerprint": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
-        self.facts[role] = facts | {"parameters": count_parameters(model)}
-        role_kind = "whole" if role in ("teacher", "student") else role
-        identity = {"role": role_kind, **facts, "device": self.device.type, "versions": versions()}
+            dtype = str(model.dtype).removeprefix("torch.")
+            parameters = count_parameters(model)
+            self.facts[role] = {"fingerprint": fingerprint(model), "dtype": dtype, "parameters": parameters}
+        facts = self.facts[role if role in SIDES else "student"]  # an ablated student has the student's weights
+        identity = {
+            "role": "whole" if role in SIDES else role,
+            "fingerprint": facts["fingerprint"],
+            "dtype": facts["dtype"],
+            "device": self.device.type,
+            "versions": versions(),
+        }
         # A teacher is judged once for all its students; a student's scores stay with the run that they belong to.
         place, mend = cache_folder(), {}
         if role != "teacher":
             place, mend = self.folder / SCORES, {"elsewhere": "choose another folder with -o"}
         store = processes.everywhere(lambda: Store(place, identity, **mend))
-        main = PartialState().is_main_process
         lm = RecallLM(
             model,
             tokenizer,
             batch_size=self.settings.batch_size,
             store=store,
-            progress=self.progress if main else None,
+            progress=self.progress,
             label=role,
         )
-        whole = self.folder / role if main and role in ("teacher", "student") else None
+        whole = self.folder / role if self.main and role in SIDES else None
         try:
             outcome = judge(lm, tasks, limit=self.settings.limit, folder=whole)
         except FloatingPointError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from linearize.console import say, size
 from linearize_evals.compare import TOO_WEAK
-from linearize_evals.phrases import number, short
+from linearize_evals.phrases import SIDES, number, short
 
 
 def print_results(results: Mapping[str, Any]) -> None:
@@ -24,7 +24,7 @@ def print_results(results: Mapping[str, Any]) -> None:
         say("")
         say(f"{'recall, %':17}{'answers':>7}{'chance':>7}  {'teacher':14} {'student':14} kept")
         for name, task in results["tasks"].items():
-            sides = " ".join(f"{_accuracy(task[side]):14}" for side in ("teacher", "student"))
+            sides = " ".join(f"{_accuracy(task[side]):14}" for side in SIDES)
             say(f"{short(name):17}{task['answers']:7}{100 * task['chance']:7.0f}  {sides} {_kept(task)}")
     if results["text"]:
         say("")
@@ -37,7 +37,7 @@ def print_results(results: Mapping[str, Any]) -> None:
                 say(f"{label:32}{group['tokens']:8}  {_losses(group)}")
     for task, scores in (results["lm_eval"] or {}).items():
         for metric in scores["student"]:
-            values = [scores.get(side, {}).get(metric) for side in ("teacher", "student")]
+            values = [scores.get(side, {}).get(metric) for side in SIDES]
             say(f"{task}, {metric}: " + ", ".join(_number(value, ".4g") for value in values))
     _print_memory(teacher, student)
     say("")
@@ -75,7 +75,7 @@ def _kept(task: Mapping[str, Any]) -> str:
 
 
 def _losses(group: Mapping[str, Any]) -> str:
-    sides = [group[side] and group[side]["perplexity"] for side in ("teacher", "student")]
+    sides = [group[side] and group[side]["perplexity"] for side in SIDES]
     figures = [*sides, group["ratio"] and group["ratio"]["value"]]
     return "  ".join(f"{_large(figure):>10}" for figure in figures)
 

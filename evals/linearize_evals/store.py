@@ -47,7 +47,7 @@ class Store:
     Args:
         folder: made if need be.
         identity: what the scores depend on besides the documents: fingerprint, dtype, device, versions. It names the
-            file, unless `name` does, and its first line holds it.
+            file, whose first line holds it.
         elsewhere: how a user chooses another folder, for messages.
 
     Raises:
@@ -59,13 +59,12 @@ class Store:
         self,
         folder: str | Path,
         identity: Mapping[str, Any],
-        name: str | None = None,
         *,
         elsewhere: str = "set LINEARIZE_CACHE to another folder",
     ) -> None:
         self._elsewhere = elsewhere
         head = json.dumps({"identity": identity}, sort_keys=True)
-        self.path = Path(folder) / ((name or hashlib.sha256(head.encode()).hexdigest()[:32]) + SUFFIX)
+        self.path = Path(folder) / (hashlib.sha256(head.encode()).hexdigest()[:32] + SUFFIX)
         self._scores: dict[str, Any] = {}
         with self._disk_errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,12 +14,11 @@ Options = dict[str, Any]  # lengths, depths, pairs, samples: those of `catalogue
 
 PREFIX = "linearize_"
 
-# As in tasks/linearize_recall.yaml. Token ids are for models that were trained on them.
-GROUPS = {
-    "linearize_recall": [
-        n for n, family in FAMILIES.items() if family.kind == "recall" and n != "linearize_mqar_tokens"
-    ]
-}
+# Lists of token ids are for models that were trained on them.
+PRETRAINED = {name: family for name, family in FAMILIES.items() if name != "linearize_mqar_tokens"}
+
+# As in tasks/linearize_recall.yaml.
+GROUPS = {"linearize_recall": [name for name, family in PRETRAINED.items() if family.kind == "recall"]}
 
 # `quick` keeps to what a small instruct model answers nearly perfectly, so that a loss shows with few documents.
 SUITES: Mapping[str, Mapping[str, Options]] = MappingProxyType(
@@ -30,11 +29,10 @@ SUITES: Mapping[str, Mapping[str, Options]] = MappingProxyType(
             "linearize_ar_text": {"lengths": [1024], "samples": 4},
             "linearize_perplexity": {"lengths": [512, 1024], "samples": 4},
         },
-        "recall": {name: {} for name in FAMILIES if name != "linearize_mqar_tokens"},
+        "recall": {name: {} for name in PRETRAINED},
         "full": {
             name: {"lengths": [256, 512, 1024, 2048, 4096]} if "length" in family.axes else {}
-            for name, family in FAMILIES.items()
-            if name != "linearize_mqar_tokens"
+            for name, family in PRETRAINED.items()
         },
     }
 )

@@ -7,9 +7,7 @@ from typing import Any
 
 from linearize.plan import human
 from linearize_evals.compare import TOO_WEAK
-from linearize_evals.phrases import NONE, number, short
-
-SIDES = ("teacher", "student")
+from linearize_evals.phrases import NONE, SIDES, number, short
 
 Table = dict[str, Any]  # {"caption", "headers", "rows": lists of strings, "plain": whether it holds words, not figures}
 

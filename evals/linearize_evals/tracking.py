@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from linearize.errors import UsageError
 from linearize_evals.document import Ask, Cell, Document, Fact, Make, Piece, Setting
 from linearize_evals.haystack import fill, open_haystack
-from linearize_evals.niah import numbers, spread, weave
-from linearize_evals.words import NOUNS, Nouns
+from linearize_evals.niah import spread, weave
+from linearize_evals.words import NOUNS, Nouns, numbers
 
 CHAINS = 2
 DIGITS = 5

@@ -89,6 +89,11 @@ def sentence(rng: random.Random) -> str:
     return " ".join(rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, TAILS)) + "."
 
 
+def numbers(rng: random.Random, count: int, digits: int) -> list[str]:
+    """`count` different numbers, without leading zeros."""
+    return [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
+
+
 class Nouns:
     """The nouns, those first that are one token for a tokenizer, so that a key is a single thing to look up.
 

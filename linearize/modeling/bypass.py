@@ -23,6 +23,11 @@ def _owner(model: Any) -> Any:
     raise UsageError(f"this {type(model).__name__} isn't converted, so it has no mixers", "Convert it first")
 
 
+def is_bypassed(model: Any) -> bool:
+    """Whether `model` runs within `bypass`."""
+    return SWITCH in vars(model) and vars(model)[SWITCH].bypassed
+
+
 @contextmanager
 def bypass(model: Any) -> Iterator[Any]:
     """Within the block, `model` is its base model: every layer runs the softmax attention that it had.

@@ -20,13 +20,13 @@ from tests.evals.engine import byte_tokenizer, documents, tiny
 def resumed(out, model, made, responses):
     """Forwards of this process where every other batch is in the store, as its share would be of two processes."""
     batches = scoring.plan_likelihood(model, made, 2)
-    store = Store(out, {"model": 1}, name="half")
+    store = Store(out, {"model": "half"})
     if processes.start().is_main_process:
         store.append((document_key(made[n], "likelihood"), responses[n]["spans"]) for b in batches[::2] for n in b)
     processes.start().wait_for_everyone()
     forwards = []
     hook = model.register_forward_hook(lambda *_: forwards.append(1))
-    lm = RecallLM(model, byte_tokenizer(), batch_size=2, store=Store(out, {"model": 1}, name="half"))
+    lm = RecallLM(model, byte_tokenizer(), batch_size=2, store=Store(out, {"model": "half"}))
     asked = [Instance("loglikelihood", d.to_dict(), ("x", ""), 0, ("t", n, 1)) for n, d in enumerate(made)]
     assert lm.loglikelihood(asked) == responses
     hook.remove()
@@ -56,7 +56,7 @@ def main(out: Path, fail: bool) -> None:
     def report(label, done, total):
         reports.append(total)
 
-    store = Store(out, {"model": 1}, name="kept")
+    store = Store(out, {"model": 1})
     lm = RecallLM(model, tokenizer, batch_size=2, store=store, progress=report)
     metadata = {"tokenizer": tokenizer, "packed": True}
     manager = TaskManager(include_path=str(catalogue.tasks_path()), include_defaults=False, metadata=metadata)

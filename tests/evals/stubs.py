@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
@@ -51,15 +52,16 @@ def bpe(digits: str = "single") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-class Stub(torch.nn.Module):
+class Stub(torch.nn.Module, ABC):
     """A causal LM that puts all its weight on `predict(ids before the position)`."""
 
     def __init__(self, vocabulary: int, window: int | None = None) -> None:
         super().__init__()
         self.vocabulary, self.window = vocabulary, window
 
+    @abstractmethod
     def predict(self, ids: list[int]) -> int:
-        raise NotImplementedError
+        """The token after `ids`."""
 
     def forward(self, input_ids, logits_to_keep=0, **_):
         places = list(range(input_ids.shape[1]))

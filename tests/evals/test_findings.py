@@ -214,10 +214,11 @@ def test_every_phrase_has_a_case():
 
 
 def test_a_student_that_lost_all_is_told_so_in_one_sentence():
-    two = [PERFECT + spread(1, 1, task="b", chance=0.05), spread(0, 0) + spread(0.04, 0, task="b", chance=0.05)]
+    other = {"task": "linearize_passkey", "chance": 0.05}
+    two = [PERFECT + spread(1, 1, **other), spread(0, 0) + spread(0.04, 0, **other)]
     (said,) = findings(results(*two))
     assert "within the window of 64 tokens as well as beyond it: " in said
-    assert "b 2 % (teacher 100 %, chance 5 %; within the window 4 % of 100 answers)" in said
+    assert "passkey 2 % (teacher 100 %, chance 5 %; within the window 4 % of 100 answers)" in said
     assert "expected of a conversion without training" in said
 
 

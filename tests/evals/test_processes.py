@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from linearize_evals import processes
+from linearize_evals.store import Store
 
 import linearize
 from tests.evals.engine import byte_tokenizer, tiny
@@ -51,7 +52,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(tmp_path):
     assert (first["same"], second["same"]) == (0, 0)
     assert first["first"] == "a wrong option. Leave it out."
     assert second["first"] == "process 0 failed: a wrong option. Leave it out."
-    kept = (tmp_path / "out2" / "kept.jsonl").read_text().splitlines()
+    kept = Store(tmp_path / "out2", {"model": 1}).path.read_text().splitlines()
     assert len(kept) == 1 + 13 + 1 + 100 + 3  # the identity, every document once, a single one, lm-eval's requests
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import time
 
 import pytest
@@ -46,10 +47,12 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn):
 
 
 def test_files_of_others_and_damaged_ones_are_refused(tmp_path):
-    store = Store(tmp_path, IDENTITY, name="student")
+    store = Store(tmp_path, IDENTITY)
     store.append([("a", 1)])
-    with pytest.raises(UsageError, match=r"student.jsonl holds scores of another model \(another dtype\)"):
-        Store(tmp_path, IDENTITY | {"dtype": "bfloat16"}, name="student")
+    other = IDENTITY | {"dtype": "bfloat16"}
+    shutil.copy(store.path, Store(tmp_path, other).path)
+    with pytest.raises(UsageError, match=r"jsonl holds scores of another model \(another dtype\)"):
+        Store(tmp_path, other)
     head = store.path.read_bytes().splitlines(keepends=True)[0]
     for line, message in (
         (b"gar\xffbage", "damaged in line 2"),
@@ -58,12 +61,12 @@ def test_files_of_others_and_damaged_ones_are_refused(tmp_path):
     ):
         store.path.write_bytes(head + line + b'\n{"key": "z", "score": 1}\n')
         with pytest.raises(UsageError, match=message):
-            Store(tmp_path, IDENTITY, name="student")
+            Store(tmp_path, IDENTITY)
     store.path.write_bytes(b'{"other": 1}\n')
     with pytest.raises(UsageError, match="doesn't begin with"):
-        Store(tmp_path, IDENTITY, name="student")
+        Store(tmp_path, IDENTITY)
     with pytest.raises(UsageError, match="set LINEARIZE_CACHE to another folder"):
-        Store(tmp_path, IDENTITY, name="student")
+        Store(tmp_path, IDENTITY)
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match=r"score cache.*set LINEARIZE_CACHE to another folder"):
         Store(tmp_path / "file", IDENTITY)
