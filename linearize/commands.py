@@ -228,6 +228,7 @@ def evaluate(student: str, plugins: tuple[str, ...], as_json: bool, **options: A
     from linearize_evals.options import read_options
 
     arguments = read_options(options)
+    from linearize_evals import processes
     from linearize_evals.run import evaluate as run
     from linearize_evals.show import print_results
 
@@ -235,6 +236,7 @@ def evaluate(student: str, plugins: tuple[str, ...], as_json: bool, **options: A
 
     with _quiet_stdout(as_json), console.progress("tokens") as progress:
         results = run(student, progress=progress, note=lambda text: click.echo(printable(text), err=True), **arguments)
+        processes.stop()
     if results:
         _emit(results, as_json, print_results)
 

@@ -31,6 +31,17 @@ def start(device: str | None = None) -> PartialState:
     return PartialState(cpu=cpu or (_launched() and not _accelerator()), timeout=PATIENCE)
 
 
+def stop() -> None:
+    """Part from the other processes, once all have come here: at the end of a program.
+
+    One that ends while gloo's threads still run is aborted at times.
+    """
+    state = PartialState()
+    if state.num_processes > 1:
+        state.wait_for_everyone()
+    state.destroy_process_group()
+
+
 def _launched() -> bool:
     return "LOCAL_RANK" in os.environ or any(os.environ.get(name, "1") != "1" for name in SIZES)
 

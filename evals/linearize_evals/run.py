@@ -85,7 +85,8 @@ def evaluate(
         note: called with what a user should know before the end.
 
     Returns:
-        What results.json holds (docs/results.md). In a run of several processes only in the first one, {} in others.
+        What results.json holds (docs/results.md). In a run of several processes only in the first one, {} in others;
+        such a program ends with `linearize_evals.processes.stop()`.
 
     Raises:
         LinearizeError: bad input, nothing comparable, or no resources; see its `exit_code`.
