@@ -236,9 +236,9 @@ def evaluate(student: str, plugins: tuple[str, ...], as_json: bool, **options: A
 
     with _quiet_stdout(as_json), console.progress("tokens") as progress:
         results = run(student, progress=progress, note=lambda text: click.echo(printable(text), err=True), **arguments)
-        processes.stop()
     if results:
         _emit(results, as_json, print_results)
+    processes.leave()
 
 
 @cli.command("tasks-path")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,15 +32,18 @@ def start(device: str | None = None) -> PartialState:
     return PartialState(cpu=cpu or (_launched() and not _accelerator()), timeout=PATIENCE)
 
 
-def stop() -> None:
-    """Part from the other processes, once all have come here: at the end of a program.
+def leave() -> None:
+    """End a program of several processes, successfully, once all have come here; of one process, do nothing.
 
-    One that ends while gloo's threads still run is aborted at times.
+    The interpreter isn't taken down: gloo's threads abort a process at times that tries, and its launcher then kills
+    the others. What was written through Python is flushed first.
     """
     state = PartialState()
     if state.num_processes > 1:
         state.wait_for_everyone()
-    state.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _launched() -> bool:

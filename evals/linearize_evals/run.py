@@ -86,7 +86,7 @@ def evaluate(
 
     Returns:
         What results.json holds (docs/results.md). In a run of several processes only in the first one, {} in others;
-        such a program ends with `linearize_evals.processes.stop()`.
+        such a program ends with `linearize_evals.processes.leave()`.
 
     Raises:
         LinearizeError: bad input, nothing comparable, or no resources; see its `exit_code`.

@@ -89,7 +89,7 @@ def main(out: Path, fail: bool) -> None:
     samples = result["samples"][name] if result else []
     found["packed"] = [{key: sample[key] for key in ("doc_hash", "resps", "acc", "nll")} for sample in samples]
     (out / f"{state.process_index}.json").write_text(json.dumps(found))
-    processes.stop()
+    processes.leave()
 
 
 if __name__ == "__main__":
