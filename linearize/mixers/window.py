@@ -6,7 +6,7 @@ training, prefill and decoding.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from linearize_kernels import WindowState, accumulate_dtype, window_attention
@@ -15,24 +15,25 @@ from torch import Tensor, nn
 from linearize.mixers.linear import State, build_feature_map
 from linearize.mixers.registry import AttentionShape
 
-# sigmoid of these is the share gamma that the exact part starts with. Maps that estimate the softmax kernel itself
-# are on the exact part's own scale, so gamma starts near 1, which makes the sum an estimate of full softmax. For the
-# others a start above 0 leans on the exact part, and still leaves the sigmoid a slope to learn on
-# (benchmarks/untrained.py compares starts).
-GATE_START = 2.0
-GATE_START_ABSOLUTE = 4.6
+# gamma = exp of these at the start. Maps that estimate the softmax kernel itself are on the exact part's own scale, so
+# that gamma = 1 makes the sum an estimate of full softmax. The sums of others grow with the number of keys, and would
+# drown the exact part (benchmarks/untrained.py compares starts).
+GATE_START = 3.0
+GATE_START_ABSOLUTE = 0.0
 
 
 class WindowMixer(nn.Module):
     """o_t = [gamma W_t + phi(q_t) S_t] / [gamma w_t + phi(q_t) z_t], W_t and w_t the exact softmax sums over the last
     `window` tokens (and the first `sinks` ones), S_t and z_t the linear sums over all older tokens.
 
-    gamma = sigmoid(gate), learned per head. The state is S, z, m as in `LinearMixer`, plus the last `window` keys and
-    values and the sinks, in the model's dtype.
+    gamma = exp(gate), learned per head: any ratio of the two parts can be reached. The state is S, z, m as in
+    `LinearMixer`, plus the last `window` keys and values and the sinks, in the model's dtype.
     """
 
     layer_type = "hybrid_sliding"
     branches = ("linear", "window")
+    # What calibration may choose for each head, by the error against softmax attention.
+    grid: ClassVar[dict[str, tuple[float, ...]]] = {"gate": (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)}
     ablated: str | None = None  # the branch that gives nothing, set by `linearize.ablate`
 
     def __init__(
@@ -72,7 +73,7 @@ class WindowMixer(nn.Module):
         previous = None if state is None else WindowState(**state)
         phi_q = self.feature_map(q.to(dtype), "q")
         phi_k = self.feature_map(self._leaving_keys(k, previous, cu_seqlens).to(dtype), "k")
-        gamma = torch.sigmoid(self.gate.to(dtype))
+        gamma = self.gate.to(dtype).exp()
         # Where a key in the window would have outweighed them, the linear sums that are left are far below 1.
         floor: dict[str, Any] = {"eps": 1e-30} if self.ablated == "window" else {}
         result = window_attention(
