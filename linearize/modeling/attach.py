@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +35,15 @@ class Switch:
     Attributes:
         softmax: the attention implementation that the model had.
         configs: the config that each converted attention module had, by the module's name.
+        body: the name of the decoder, whose output the head takes ("" if that is the model itself).
+        observer: called in each converted layer, whose softmax attention runs then (see `observe`).
     """
 
     softmax: str | None
     configs: dict[str, Any] = field(default_factory=dict)
     bypassed: bool = False
+    body: str = ""
+    observer: Callable[..., None] | None = None
 
 
 def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
@@ -75,6 +80,7 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
         module.config = private
         module.register_forward_pre_hook(_AttentionHook(module, switch), with_kwargs=True)
     body = _body(model, [layer["module"] for layer in converted])
+    switch.body = next(name for name, module in modules.items() if module is body)
     hook = _BodyHook(body, switch)
     body.register_forward_pre_hook(hook, with_kwargs=True)
     body.register_forward_hook(hook.leave, always_call=True)
@@ -85,7 +91,8 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
 
 def _body(model: Any, names: list[str]) -> Any:
     """The module whose forward sees the padding mask and holds all converted attention modules."""
-    candidates = [model.get_decoder(), getattr(model, model.base_model_prefix, None), model]
+    named = [model.get_decoder(), getattr(model, model.base_model_prefix, None)]
+    candidates = [*(module for module in named if module is not model), *model.children(), model]
     attention_modules = {id(model.get_submodule(name)) for name in names}
     for candidate in candidates:
         if candidate is not None and attention_modules <= {id(module) for module in candidate.modules()}:
@@ -153,7 +160,7 @@ class _BodyHook:
         batch, length = tokens.shape[:2]
         mask, position_ids = get(args, kwargs, "attention_mask"), get(args, kwargs, "position_ids")
         cache = get(args, kwargs, *CACHE_NAMES)
-        context = ForwardContext(owner=self, outer=forward_context.current())
+        context = ForwardContext(owner=self, outer=forward_context.current(), switch=self.switch)
         changed = None
         if isinstance(mask, Tensor) and mask.dim() == 2:
             mask = mask.bool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.modeling import context as forward_context
 
@@ -62,22 +64,44 @@ def attention_forward(
         "position_ids": context.position_ids,
     }
     context.hidden_states = None
-    # Features, states and sums stay in fp32 under autocast.
-    kind = q.device.type
-    exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-    with exact:
-        if context.cu_seqlens is not None:
-            if slot is not None:
-                raise RuntimeError("packed sequences can't fill a cache: pass use_cache=False")
-            out = _packed(mixer, q, k, v, context.cu_seqlens, inputs)
-            _check_finite(out, module)
-            return out, None
-        before = None if slot is None else slot.state
-        out, state = mixer(q, k, v, state=before, return_state=slot is not None, **inputs)
-        _check_finite(out, module)
+    observer = None if context.switch is None else context.switch.observer
+    if observer is not None:
         if slot is not None:
-            slot.commit(state, q.shape[1], partial(_replay, mixer, (q, k, v), inputs))
+            raise RuntimeError("a model that is observed fills no cache: pass use_cache=False")
+        softmax = partial(_softmax, module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return observer(module, (q, k, v), inputs, context.cu_seqlens, scaling, softmax), None
+    if context.cu_seqlens is not None and slot is not None:
+        raise RuntimeError("packed sequences can't fill a cache: pass use_cache=False")
+    before = None if slot is None else slot.state
+    out, state = mix(module, (q, k, v), inputs, context.cu_seqlens, state=before, return_state=slot is not None)
+    if slot is not None:
+        slot.commit(state, q.shape[1], partial(_replay, mixer, (q, k, v), inputs))
     return out.contiguous(), None
+
+
+def mix(
+    module: Any, qkv: tuple[Tensor, Tensor, Tensor], inputs: dict[str, Any], cu_seqlens: Tensor | None, **state: Any
+) -> tuple[Tensor, Any]:
+    """(B, T, H, Dv), what `module.linearize` makes of q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv), and its state.
+
+    Raises:
+        FloatingPointError: as `attention_forward`.
+    """
+    kind = qkv[0].device.type
+    # Features, states and sums stay in fp32 under autocast.
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        if cu_seqlens is None:
+            out, after = module.linearize(*qkv, **state, **inputs)
+        else:
+            out, after = _packed(module.linearize, *qkv, cu_seqlens, inputs), None
+        _check_finite(out, module)
+    return out, after
+
+
+def _softmax(module: Any, *args: Any, implementation: str | None, **kwargs: Any) -> Tensor:
+    """What the attention function called `implementation` gives, as `module` would call it if it weren't converted."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", eager)(module, *args, **kwargs)[0]
 
 
 def _check_finite(out: Tensor, module: Any) -> None:

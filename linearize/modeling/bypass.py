@@ -15,7 +15,7 @@ from linearize.modeling.attach import SWITCH
 from linearize.modeling.attention import IMPLEMENTATION
 
 
-def _owner(model: Any) -> Any:
+def owner_of(model: Any) -> Any:
     """The converted model itself, which PEFT and others may have wrapped."""
     for module in model.modules():
         if SWITCH in vars(module):
@@ -38,7 +38,7 @@ def bypass(model: Any) -> Iterator[Any]:
     Raises:
         UsageError: if the model isn't converted, or is bypassed already.
     """
-    owner = _owner(model)
+    owner = owner_of(model)
     switch = owner._linearize_switch
     modules = {name: owner.get_submodule(name) for name in switch.configs}
     if switch.bypassed:
@@ -74,7 +74,7 @@ def ablate(model: Any, branch: str) -> Iterator[Any]:
     Raises:
         UsageError: if the model isn't converted, or no mixer of it has that branch beside another.
     """
-    _owner(model)
+    owner_of(model)
     # Found by what they are, since PEFT may train copies of them.
     chosen: list[Any] = [module for module in model.modules() if branch in getattr(type(module), "branches", ())]
     if not chosen:

@@ -104,3 +104,13 @@ def meta_autocast() -> Iterator[None]:
     asked = torch.is_autocast_enabled
     with mock.patch.object(torch, "is_autocast_enabled", is_enabled):
         yield
+
+
+def recompute_activations(model: Any, on: bool) -> None:
+    """Switch gradient checkpointing on or off; transformers calls it activation checkpointing since 5.16 or so."""
+    if on:
+        switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        switch({"use_reentrant": False})
+    else:
+        switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        switch()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class ForwardContext:
         slot: where that module's state lives, or None without a cache.
         owner: the hook that entered it, which also ends it.
         outer: the context that it interrupted: one model may run inside another.
+        switch: of the running model (see `attach`).
     """
 
     mask: Tensor | None = None
@@ -48,6 +49,7 @@ class ForwardContext:
     slot: LinearStateLayer | None = None
     owner: object = None
     outer: ForwardContext | None = None
+    switch: Any = None
 
 
 def valid_tokens(
@@ -134,7 +136,7 @@ def remembering(checkpoint: Callable) -> Callable:
         if context is None:
             return checkpoint(function, *args, **kwargs)
         # A copy, since hidden_states and slot change from layer to layer.
-        context = ForwardContext(context.mask, context.per_layer_mask, context.position_ids, context.cu_seqlens)
+        context = replace(context, hidden_states=None, slot=None, owner=None, outer=None)
 
         def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
             with running(context):
