@@ -163,7 +163,7 @@ def _fill(stage: Stage, plan: Plan, progress: Progress | None) -> list[str]:
         stage.copy(source.checkpoint.paths[name], name)
     base_type = plan.probe.base_model_type
     raw = without_how_to_compute(source.config)
-    config = linearized_config_dict(raw, base_type, plan.layers, plan.recipe.to_dict())
+    config = linearized_config_dict(raw, base_type, plan.layers, plan.recipe.conversion())
     stage.write("config.json", to_json(config))
     stage.write(INDEX, to_json(merged_index(source, names, plan)))
     stage.write(REMOTE_CODE, remote_code(base_type).encode())

@@ -55,7 +55,7 @@ def inspect(
             raise UsageError(f"{model} is converted already, so no recipe applies to it", "Leave out its options")
         return _converted(source, cache_dtype)
     plan = make_plan(source, settings)
-    report = _facts(source, plan.probe) | {"recipe": settings.to_dict()}
+    report = _facts(source, plan.probe) | {"recipe": settings.conversion()}
     report |= _becomes(source, plan.probe, plan.layers, plan.new_tensors, cache_dtype)
     linked = sum(file.bytes for file in plan.files if file.how == "link")
     report["disk"] = {

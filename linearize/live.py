@@ -46,7 +46,7 @@ def linearize_(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError("this model has weights on the meta device or offloaded", "Load it whole, or use convert")
     config = _own_config(model)
-    block = block_for(probed.base_model_type, plan_layers(probed, settings), settings.to_dict())
+    block = block_for(probed.base_model_type, plan_layers(probed, settings), settings.conversion())
     config_class, model_class = classes_for(probed.base_model_type)
     attach(model, block)
     model.__class__ = model_class

@@ -85,7 +85,7 @@ class Plan:
             "origin": self.source.origin,
             "base_model_type": self.probe.base_model_type,
             "architecture": self.probe.architecture,
-            "recipe": self.recipe.to_dict(),
+            "recipe": self.recipe.conversion(),
             "num_layers": self.probe.num_layers,
             "layers": self.layers,
             "new_tensors": {

@@ -1,8 +1,7 @@
-"""The schema of a recipe: which layers become what.
+"""The schema of a recipe: which layers become what, and how what they lost is trained back.
 
-A recipe is a flat YAML file. Unknown keys are errors, every problem is reported at once and with its line,
-and names are checked against the registries, so that a typo is found before a model is touched. Nothing here
-imports torch.
+A recipe is a YAML file. Unknown keys are errors, every problem is reported at once and with its line, and names
+are checked against the registries, so that a typo is found before a model is touched. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,54 +10,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from linearize.errors import LinearizeError, UsageError, did_you_mean
+from linearize.errors import LinearizeError
 from linearize.keep_softmax import FORMS
 from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup
-from linearize.yaml_text import parse
+from linearize.recipe_errors import Problem, RecipeError, problems_of, wrong
+from linearize.recipe_files import MIXER_KEYS, find_recipe, override, read_recipe, shipped_recipes
+from linearize.training.schema import Data, Distill, Evaluation, Every, Name, Precision, Stage, Trackers, as_tuple
+
+__all__ = ["Recipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]
 
 DEFAULT_RECIPE = "default"
-MAX_FILE_BYTES = 1_000_000  # a recipe is a page of text: more than this is another file, given by mistake
-MIXER_KEYS = ("feature_map", "feature_map_options", "window", "sinks")
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong: `before`, the place of `key` in the file, then `after`."""
-
-    key: str
-    before: str
-    after: str
-
-    def place(self, where: Mapping[str, str]) -> str:
-        return where.get(self.key) or where.get(self.key.split(".")[0]) or ""
-
-    def position(self, where: Mapping[str, str]) -> int:
-        _, _, line = self.place(where).partition("line ")
-        return int(line or 0)
-
-    def text(self, where: Mapping[str, str]) -> str:
-        place = self.place(where)
-        return self.before + (f" ({place})" if place else "") + self.after
-
-    def bare(self) -> str:
-        """What is wrong, for a reader who knows which key is meant."""
-        return self.after.removeprefix(": ") if self.before == self.key else self.before + self.after
-
-
-class RecipeError(UsageError):
-    """Every problem of one recipe. `where` maps keys to their place in the file (`{"window": "line 7"}`)."""
-
-    def __init__(self, problems: list[Problem], source: str = "the recipe", where: Mapping[str, str] = {}) -> None:
-        self.problems = problems
-        lines = [problem.text(where) for problem in sorted(problems, key=lambda one: one.position(where))]
-        if len(lines) == 1:
-            super().__init__(f"{source}: {lines[0]}")
-        else:
-            super().__init__(f"{source} has {len(lines)} problems:\n  " + "\n  ".join(lines))
 
 
 def _keep_softmax(value: Any) -> str | tuple[int, ...]:
@@ -86,7 +51,7 @@ def _keep_softmax(value: Any) -> str | tuple[int, ...]:
 
 
 class Recipe(BaseModel):
-    """What a model is converted to. See docs/recipes.md.
+    """What a model is converted to, and how it is trained and judged then. See docs/recipes.md.
 
     Keys that the mixer takes and the recipe leaves out are filled in from the mixer's defaults; those that it
     doesn't take are None. Raises `RecipeError` (a `UsageError`) that lists every problem.
@@ -95,6 +60,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = Field(1, description="version of this schema")
+    model: Name | None = Field(None, description="what `linearize run` converts: a folder, Hub id or GGUF file")
     mixer: str = Field("window", description="what stands in the place of softmax attention")
     feature_map: str | None = Field(None, description="the map phi that replaces exp(q·k) by phi(q)·phi(k)")
     feature_map_options: dict[str, Any] | None = Field(None, description="options of the feature map")
@@ -106,6 +72,26 @@ class Recipe(BaseModel):
     )
     convert_sliding: bool = Field(False, description="also convert layers that have sliding-window attention already")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of the mixers' random draws")
+    data: Data = Field(Data(), description="what is trained on")
+    train: Annotated[tuple[Stage, ...], BeforeValidator(as_tuple)] = Field((), description="stages, in their order")
+    every: Every = Field(Every(), description="how often things happen in training")
+    keep: Annotated[int, Field(ge=1)] = Field(2, description="newest training checkpoints that are kept")
+    precision: Precision = Field("auto", description="what frozen weights are held in while others are trained")
+    shard: bool = Field(False, description="FSDP2: weights spread over the processes, instead of a copy in each")
+    trackers: Trackers = Field((), description="where metrics go beside metrics.jsonl: accelerate's trackers")
+    eval: Evaluation | None = Field(None, description="what `linearize run` asks of `linearize.evaluate`")
+
+    @field_validator("train")
+    @classmethod
+    def _teacher_is_left(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        changed = [number for number, stage in enumerate(stages) if getattr(stage, "trains", "") == "all"]
+        for number, stage in enumerate(stages):
+            if isinstance(stage, Distill) and stage.teacher == "self" and changed and changed[0] < number:
+                raise ValueError(
+                    f"stage {number} has teacher self, but stage {changed[0]} trains all, the teacher's weights "
+                    "among them; name a model as teacher"
+                )
+        return stages
 
     @model_validator(mode="wrap")
     @classmethod
@@ -116,8 +102,8 @@ class Recipe(BaseModel):
         try:
             handler(data)
         except ValidationError as error:
-            problems = [_problem(item) for item in error.errors(include_url=False)]
-            broken = {problem.key for problem in problems}
+            problems = problems_of(error, cls)
+            broken = {problem.key.partition(".")[0] for problem in problems}
         filled, more = _fill({key: value for key, value in data.items() if key not in broken}, broken)
         if problems or more:
             raise RecipeError(problems + more)
@@ -128,39 +114,24 @@ class Recipe(BaseModel):
         keys = {key: getattr(self, key) for key in MIXER_KEYS if getattr(self, key) is not None}
         return {"name": self.mixer, **keys, **self.mixer_options}
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able and complete: `load_recipe(recipe.to_dict()) == recipe`, whatever later defaults are."""
-        values = self.model_dump(mode="json", exclude_none=True)
+    def conversion(self) -> dict[str, Any]:
+        """The keys that decide what becomes of a model, as JSON: what config.json of a converted model holds."""
+        values = self.model_dump(mode="json", include=CONVERSION, exclude_none=True)
         if not values["mixer_options"]:
             del values["mixer_options"]
         return values
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able and complete: `load_recipe(recipe.to_dict()) == recipe`, whatever later defaults are."""
+        others = self.model_dump(mode="json", exclude=CONVERSION)
+        return self.conversion() | {key: value for key, value in others.items() if value is not None}
 
-def _wrong(key: str, text: str) -> Problem:
-    return Problem(key, key, f": {text}")
 
-
-def _problem(item: Any) -> Problem:
-    """One of pydantic's errors in our words."""
-    key = str(item["loc"][0])
-    kind, value, context = item["type"], item["input"], item.get("ctx", {})
-    if kind == "extra_forbidden":
-        hint = did_you_mean(key, Recipe.model_fields)
-        rest = "; recipes allow only documented keys" + (f"; {hint}" if hint else "")
-        return Problem(key, f"unknown key '{key}'", rest)
-    if kind == "literal_error":
-        return _wrong(key, f"this release of linearize reads version {context['expected']}, not {value!r}")
-    if kind == "greater_than_equal":
-        return _wrong(key, f"must be at least {context['ge']}, not {value!r}")
-    if kind == "value_error":
-        return _wrong(key, str(context["error"]))
-    wanted = {
-        "int_type": "an integer",
-        "bool_type": "true or false",
-        "dict_type": "a mapping",
-        "string_type": "a name",
-    }
-    return _wrong(key, f"must be {wanted[kind]}, not {value!r}" if kind in wanted else f"{item['msg']}, not {value!r}")
+# All others say how a model is trained and judged, or where it is.
+CONVERSION = {
+    *("version", "mixer", *MIXER_KEYS, "mixer_options"),
+    *("keep_softmax", "convert_sliding", "seed"),
+}
 
 
 def _fill(data: dict[str, Any], broken: set[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -173,7 +144,7 @@ def _fill(data: dict[str, Any], broken: set[str]) -> tuple[dict[str, Any], list[
     if entry:
         for key in MIXER_KEYS:
             if key not in entry.options and data.get(key) is not None:
-                problems.append(_wrong(key, _does_not_apply(key, mixer)))
+                problems.append(wrong(key, _does_not_apply(key, mixer)))
             elif key in entry.options and data.get(key) is None and key not in broken:
                 data[key] = entry.options[key]
     if entry and "mixer_options" not in broken:
@@ -192,7 +163,7 @@ def _look_up(registry: Mapping[str, Entry], kind: str, name: str, problems: list
     try:
         return lookup(registry, kind, name)
     except LinearizeError as error:
-        problems.append(_wrong(kind, error.what))
+        problems.append(wrong(kind, error.what))
         return None
 
 
@@ -204,11 +175,11 @@ def _options(kind: str, name: str, entry: Entry, given: dict, problems: list[Pro
         try:
             check_options(kind, name, entry, {key: value})
         except LinearizeError as error:
-            problems.append(_wrong(path, error.what))
+            problems.append(wrong(path, error.what))
             continue
         default = entry.options[key]
         if not _same_kind(value, default):
-            problems.append(_wrong(path, f"must be like its default {default!r}, not {value!r}"))
+            problems.append(wrong(path, f"must be like its default {default!r}, not {value!r}"))
         merged[key] = value
     return merged
 
@@ -227,25 +198,17 @@ def _does_not_apply(key: str, mixer: str) -> str:
     return f"mixer '{mixer}' has no {key}; {mend}"
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """The recipes that ship with linearize: name -> file."""
-    from importlib.resources import files
-
-    root = Path(str(files("linearize_recipes")))
-    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
-
-
 def load_recipe(
     ref: str | Path | Mapping[str, Any] | Recipe | None = None, overrides: Mapping[str, Any] = {}
 ) -> Recipe:
     """The recipe in a file, of a shipped name or in a mapping; None is the shipped default.
 
-    `overrides` change single keys (`{"window": 128, "feature_map_options.features": "64"}`); strings are read
-    as YAML. Where an override names another mixer or feature map, keys of the recipe that belong to the old
-    one are dropped. Raises `UsageError` that lists every problem.
+    `overrides` change single keys (`{"window": 128, "train.1.lr": "3e-3"}`); strings are read as YAML. Where an
+    override names another mixer or feature map, keys of the recipe that belong to the old one are dropped. Raises
+    `UsageError` that lists every problem.
     """
     data, source, where = _read(DEFAULT_RECIPE if ref is None else ref)
-    data = _override(data, {key: value for key, value in overrides.items() if value is not None}, where)
+    data = override(data, {key: value for key, value in overrides.items() if value is not None}, where)
     try:
         return Recipe(**data)
     except RecipeError as error:
@@ -253,75 +216,9 @@ def load_recipe(
 
 
 def _read(ref: Any) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """The keys and values of `ref`, what to call it, and the line of each key."""
+    """The keys and values of `ref`, what to call it, and the place of each key."""
     if isinstance(ref, Recipe):
         return ref.to_dict(), "the recipe", {}
     if isinstance(ref, Mapping):
         return {str(key): value for key, value in ref.items()}, "the recipe", {}
-    path = find_recipe(ref)
-    source = f"recipe {path.name}"
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} is too large to be a recipe", "Give the path of a YAML file")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"can't read the recipe {path}: {reason}") from None
-    data, where = parse(text, source)
-    return data, source, where
-
-
-def find_recipe(ref: str | Path) -> Path:
-    """The file of a shipped recipe (by name) or of the user (by path)."""
-    shipped = shipped_recipes()
-    if isinstance(ref, str) and ref in shipped:
-        return shipped[ref]
-    try:
-        path = Path(ref).expanduser()
-    except RuntimeError:
-        raise UsageError(f"the recipe {ref} is in the home folder of a user who doesn't exist") from None
-    if path.exists():
-        return path
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise UsageError(f"there is no recipe file {path}", "See `linearize recipes ls` for the shipped ones")
-    hint = did_you_mean(str(ref), shipped)
-    raise UsageError(
-        f"there is no recipe called '{ref}'; shipped: {', '.join(shipped)}" + (f"; {hint}" if hint else ""),
-        "" if hint else "Give one of these names or the path of a YAML file",
-    )
-
-
-def _override(data: dict[str, Any], overrides: Mapping[str, Any], where: dict[str, str]) -> dict[str, Any]:
-    values = {key: _typed(key, value) for key, value in overrides.items()}
-    data = dict(data)
-    if values.get("mixer", data.get("mixer")) != data.get("mixer"):
-        data.pop("mixer_options", None)
-        entry = MIXERS.get(values["mixer"]) if isinstance(values["mixer"], str) else None
-        data = {key: value for key, value in data.items() if _belongs(key, entry)}
-    if values.get("feature_map", data.get("feature_map")) != data.get("feature_map"):
-        data.pop("feature_map_options", None)
-    for key, value in values.items():
-        where[key] = "an override"
-        head, _, option = key.partition(".")
-        if option and head in ("feature_map_options", "mixer_options"):
-            old = data.get(head)
-            data[head] = {**(old if isinstance(old, dict) else {}), option: value}
-        else:
-            data[key] = value
-    return data
-
-
-def _belongs(key: str, mixer: Entry | None) -> bool:
-    return key not in MIXER_KEYS or mixer is None or key in mixer.options
-
-
-def _typed(key: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        typed = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError):
-        raise UsageError(f"the value of {key} is not valid YAML: {value!r}", "Quote it") from None
-    if typed is None:
-        raise UsageError(f"{key} needs a value", f"Leave {key} out to use its default")
-    return typed
+    return read_recipe(ref)

@@ -36,10 +36,17 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], dict[str, str]]:
     return {str(key): value for key, value in data.items()}, {key: f"line {line}" for key, line in lines.items()}
 
 
-def _keys(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """(key, line) of every key of a recipe: the top level and the one below it."""
-    for key, value in node.value:
-        name = prefix + str(key.value)
-        yield name, key.start_mark.line + 1
-        if isinstance(value, yaml.MappingNode) and not prefix:
-            yield from _keys(value, f"{name}.")
+def _keys(node: yaml.Node, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
+    """(key, line) of every key, with those that it stands in before it: `train.1.lr`. Items of lists have numbers."""
+    seen = set() if seen is None else seen
+    if id(node) in seen:  # an alias, which may stand in itself
+        return
+    seen.add(id(node))
+    items: list[tuple[str, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        items = [(str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        items = [(str(number), value, value) for number, value in enumerate(node.value)]
+    for name, at, value in items:
+        yield prefix + name, at.start_mark.line + 1
+        yield from _keys(value, f"{prefix}{name}.", seen)

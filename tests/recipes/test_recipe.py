@@ -52,8 +52,11 @@ def test_shipped_recipes_are_valid_explained_and_round_trip(name):
     assert load_recipe(recipe) == recipe
     text = shipped_recipes()[name].read_text(encoding="utf-8")
     assert "arXiv:" in text
-    command = "linearize convert MODEL -o OUT" + ("" if name == "default" else f" --recipe {name}")
-    assert f"# Run:   {command}\n" in text
+    if recipe.train:
+        assert f"# Run:      linearize run {name} -o OUT\n" in text
+    else:
+        command = "linearize convert MODEL -o OUT" + ("" if name == "default" else f" --recipe {name}")
+        assert f"# Run:   {command}\n" in text
 
 
 def test_unknown_key_names_its_line_and_the_key_that_was_meant(write):

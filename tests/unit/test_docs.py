@@ -106,7 +106,7 @@ def test_the_checkpoint_example_has_the_keys_of_a_real_one():
     )
     recipe = load_recipe(None, {"keep_softmax": "0"})
     layers = plan_layers(probe(config), recipe)
-    real = linearized_config_dict(config.to_dict(), "llama", layers, recipe.to_dict())
+    real = linearized_config_dict(config.to_dict(), "llama", layers, recipe.conversion())
     for key in ("model_type", "architectures", "auto_map"):
         assert example[key] == real[key]
     assert list(example["linearize"]) == list(real["linearize"])

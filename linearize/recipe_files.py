@@ -1,0 +1,142 @@
+"""Where a recipe comes from: shipped ones, files and mappings, and keys that are changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linearize.errors import UsageError, did_you_mean
+from linearize.mixers.registry import MIXERS, Entry
+from linearize.yaml_text import parse
+
+MAX_FILE_BYTES = 1_000_000  # a recipe is a page of text: more than this is another file, given by mistake
+MIXER_KEYS = ("feature_map", "feature_map_options", "window", "sinks")
+OPTIONS = ("feature_map_options", "mixer_options")
+SECTIONS = ("data", "train", "every", "eval")
+PLACES = ("model", "data.source")  # paths may hold anything, also what YAML has another meaning for
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that ship with linearize: name -> file."""
+    from importlib.resources import files
+
+    root = Path(str(files("linearize_recipes")))
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+
+
+def find_recipe(ref: str | Path) -> Path:
+    """The file of a shipped recipe (by name) or of the user (by path)."""
+    shipped = shipped_recipes()
+    if isinstance(ref, str) and ref in shipped:
+        return shipped[ref]
+    try:
+        path = Path(ref).expanduser()
+    except RuntimeError:
+        raise UsageError(f"the recipe {ref} is in the home folder of a user who doesn't exist") from None
+    if path.exists():
+        return path
+    hint = did_you_mean(str(ref), shipped)
+    if path.suffix in (".yaml", ".yml") or (len(path.parts) > 1 and not hint):
+        raise UsageError(f"there is no recipe file {path}", "See `linearize recipes ls` for the shipped ones")
+    raise UsageError(
+        f"there is no recipe called '{ref}'; shipped: {', '.join(shipped)}" + (f"; {hint}" if hint else ""),
+        "" if hint else "Give one of these names or the path of a YAML file",
+    )
+
+
+def read_recipe(ref: str | Path) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """The keys and values of a recipe file, what to call it, and the place of each key."""
+    path = find_recipe(ref)
+    source = f"recipe {path.name}"
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path} is too large to be a recipe", "Give the path of a YAML file")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"can't read the recipe {path}: {reason}") from None
+    data, where = parse(text, source)
+    return data, source, where
+
+
+def copy_recipe(source: Path, file: str | Path) -> Path:
+    """Copy a recipe's text to a file that isn't there yet (into a folder: under its own name), and say where it is.
+
+    Raises:
+        UsageError: there is a file already, or it can't be written.
+    """
+    text = source.read_bytes()
+    path = Path(file) / source.name if Path(file).is_dir() else Path(file)
+    try:
+        with open(path, "xb") as copy:
+            copy.write(text)
+    except FileExistsError:
+        raise UsageError(f"there is a file {path} already", "Choose another name, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror}", "Choose another place") from None
+    return path
+
+
+def override(data: dict[str, Any], overrides: Mapping[str, Any], where: dict[str, str]) -> dict[str, Any]:
+    """`data` with single keys changed; notes in `where` that they were. Strings are read as YAML, paths as they are."""
+    values = {key: _typed(key, value) for key, value in overrides.items()}
+    data = dict(data)
+    if values.get("mixer", data.get("mixer")) != data.get("mixer"):
+        data.pop("mixer_options", None)
+        entry = MIXERS.get(values["mixer"]) if isinstance(values["mixer"], str) else None
+        data = {key: value for key, value in data.items() if _belongs(key, entry)}
+    if values.get("feature_map", data.get("feature_map")) != data.get("feature_map"):
+        data.pop("feature_map_options", None)
+    for key, value in values.items():
+        where[key] = "an override"
+        head, *path = key.split(".")
+        if path and head in (*OPTIONS, *SECTIONS):
+            data[head] = _put(data.get(head, [] if head == "train" else {}), path, value, key)
+        else:
+            data[key] = value
+    return data
+
+
+def _put(old: Any, path: list[str], value: Any, key: str) -> Any:
+    """`old` with what stands at `path` in it replaced; nothing is changed in place."""
+    if not path:
+        return value
+    head, *rest = path
+    if isinstance(old, (list, tuple)):
+        items = list(old)
+        if not head.isdecimal() or int(head) >= len(items):
+            raise UsageError(*_no_such_item(items, key))
+        number = int(head)
+        return [*items[:number], _put(items[number], rest, value, key), *items[number + 1 :]]
+    known = old if isinstance(old, dict) else {}
+    return {**known, head: _put(known.get(head), rest, value, key)}
+
+
+def _no_such_item(items: list[Any], key: str) -> tuple[str, str]:
+    if not key.startswith("train.") or not items:
+        return f"{key}: the recipe has no such entry", "Write it into the recipe"
+    stages = [item.get("stage") if isinstance(item, dict) else item for item in items]
+    return (
+        f"{key}: a stage is named by its number, from 0",
+        "Choose " + ", ".join(f"train.{number} ({stage})" for number, stage in enumerate(stages)),
+    )
+
+
+def _belongs(key: str, mixer: Entry | None) -> bool:
+    return key not in MIXER_KEYS or mixer is None or key in mixer.options
+
+
+def _typed(key: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        typed = (value or None) if key in PLACES else yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError):
+        raise UsageError(f"the value of {key} is not valid YAML: {value!r}", "Quote it") from None
+    # In a section null can be an answer: `train.1.clip=null`.
+    if typed is None and not (value.strip() and key.partition(".")[0] in SECTIONS):
+        raise UsageError(f"{key} needs a value", f"Leave {key} out to use its default")
+    return typed

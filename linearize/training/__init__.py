@@ -1,0 +1,1 @@
+"""Recovery training: calibration, attention transfer, distillation and fine-tuning of converted models."""
