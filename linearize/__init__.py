@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from linearize.live import linearize_, load, load_tokenizer
     from linearize.mixers.registry import register_feature_map, register_mixer
     from linearize.modeling.bypass import ablate, branches, bypass
+    from linearize.pipeline import run
     from linearize.recipe import Recipe, load_recipe
+    from linearize.training.session import train
     from linearize.verification import verify
 
 _PUBLIC = {
@@ -37,6 +39,8 @@ _PUBLIC = {
     "load_recipe": "linearize.recipe",
     "register_feature_map": "linearize.mixers.registry",
     "register_mixer": "linearize.mixers.registry",
+    "run": "linearize.pipeline",
+    "train": "linearize.training.session",
     "verify": "linearize.verification",
 }
 
@@ -55,6 +59,8 @@ __all__ = [
     "load_tokenizer",
     "register_feature_map",
     "register_mixer",
+    "run",
+    "train",
     "verify",
 ]
 

@@ -24,6 +24,7 @@ from linearize.errors import LinearizeError, ResourceError
 
 ISSUES = "the project's issue tracker"
 INTERRUPTED = 130
+RESUMABLE = (["eval"], ["train"], ["run"])
 BROKEN_PIPE = 128 + 13  # as the shell reports a program that SIGPIPE ended
 
 
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         except LinearizeError as error:
             return _fail(error, arguments)
         except (KeyboardInterrupt, click.Abort):
-            goes_on = ["--resume"] if arguments[:1] == ["eval"] and "--resume" not in arguments else []
+            goes_on = ["--resume"] if arguments[:1] in RESUMABLE and "--resume" not in arguments else []
             again = f"to run it again: {shlex.join(['linearize', *arguments, *goes_on])}"
             return _say(arguments, "interrupted", again, INTERRUPTED, text=f"interrupted; {again}")
         except BrokenPipeError:

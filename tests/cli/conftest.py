@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +30,18 @@ def run(capsys):
         return Ran(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def fresh():
+    """Runs code in a process of its own, and gives what it prints."""
+
+    def fresh(code: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return fresh
 
 
 @pytest.fixture(scope="session")

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 HEAVY = {
     "torch", "transformers", "pydantic", "rich", "numpy", "huggingface_hub", "triton", "yaml",
-    "lm_eval", "scipy", "matplotlib",
+    "lm_eval", "scipy", "matplotlib", "accelerate", "datasets", "peft",
 }  # fmt: skip
 
 
-def fresh(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(
-    "command", [[], ["convert"], ["inspect"], ["verify"], ["eval"], ["doctor"], ["recipes", "cat"]]
+    "command",
+    [[], ["convert"], ["inspect"], ["verify"], ["eval"], ["train"], ["run"], ["doctor"], ["recipes", "cp"]],
 )
-def test_help_loads_nothing_heavy_and_takes_less_than_half_a_second(command):
+def test_help_loads_nothing_heavy_and_takes_less_than_half_a_second(fresh, command):
     code = f"""
 import sys, time
 from linearize.cli import main
@@ -35,7 +27,7 @@ print("CPU", time.process_time())
     assert float(output.split("CPU")[-1]) < 0.5
 
 
-def test_a_typo_in_the_recipe_is_found_before_the_model_or_the_network_in_less_than_a_second(tmp_path):
+def test_a_typo_in_the_recipe_is_found_before_the_model_or_the_network_in_less_than_a_second(fresh, tmp_path):
     # The model is a Hub id, and any socket is an error.
     code = f"""
 import socket, sys, time
@@ -50,7 +42,7 @@ assert time.process_time() < 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_version_is_the_package_s():
+def test_the_version_is_the_package_s(fresh):
     from linearize import __version__
 
     assert fresh("from linearize.cli import main; main(['--version'])").strip() == f"linearize {__version__}"

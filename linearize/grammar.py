@@ -1,0 +1,101 @@
+"""What commands share: their options, the recipe that these ask for, and how a result is put out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from linearize.console import printable
+from linearize.errors import LinearizeError, UsageError
+
+if TYPE_CHECKING:
+    from linearize.recipe import Recipe
+
+
+def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that every command has."""
+    function = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(function)
+    return click.option("--debug", is_flag=True, expose_value=False, help="Tracebacks of errors.")(function)
+
+
+def set_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any key of the recipe.")(function)
+
+
+def import_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    help = "Your own mixers or maps."
+    return click.option("--import", "plugins", multiple=True, metavar="MODULE", help=help)(function)
+
+
+def asked_recipe(ref: str | None, sets: tuple[str, ...], typed: Mapping[str, tuple[str, Any]] = {}) -> Recipe:
+    """The checked recipe that a command's options ask for.
+
+    Args:
+        ref: a file or a shipped name; None for the default.
+        sets: KEY=VALUE, as typed.
+        typed: keys that have an option of their own: key -> (option, value), where None is an option left out.
+
+    Raises:
+        UsageError: every problem, in the words that were typed where the recipe itself is sound.
+    """
+    from linearize.recipe import RecipeError, load_recipe
+
+    overrides = {key: value for key, (_, value) in typed.items() if value is not None}
+    flags = {key: typed[key][0] for key in overrides}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set takes KEY=VALUE, not '{text}'", "For example --set seed=1")
+        if key in overrides:
+            raise UsageError(f"{key} is given twice", "Give it once")
+        overrides[key] = value
+        flags[key] = f"--set {key}"
+    try:
+        return load_recipe(ref, overrides)
+    except RecipeError as error:
+        if not all(problem.key in flags for problem in error.problems):
+            raise
+        # The recipe is sound, what was typed is not: say it in the words that were typed.
+        said = [f"{flags[problem.key]}: {problem.bare()}" for problem in error.problems]
+        raise UsageError("\n  ".join(said)) from None
+
+
+def import_plugins(modules: tuple[str, ...]) -> None:
+    """Import modules that register mixers or feature maps; the working folder counts as an import path."""
+    if modules:
+        sys.path.append(os.getcwd())
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except LinearizeError:
+            raise
+        except Exception as error:
+            what = f"--import {module} failed with {type(error).__name__}: {error}"
+            raise UsageError(what, "Mend the module, or set PYTHONPATH to its folder") from error
+
+
+def emit(document: Any, as_json: bool, text: Callable[[Any], Any]) -> None:
+    """Put a result out: as JSON, or as `text` shows it to people."""
+    if as_json:
+        click.echo(json.dumps(document, indent=2))  # in ASCII: a path need not be valid UTF-8
+    else:
+        text(document)
+
+
+def note(text: str) -> None:
+    """Say on stderr what a user should know before the end."""
+    click.echo(printable(text), err=True)
+
+
+@contextlib.contextmanager
+def quiet_stdout(as_json: bool) -> Iterator[None]:
+    """Libraries that print go to stderr, so that stdout holds nothing but the document."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
