@@ -238,7 +238,11 @@ def _check_bytes(folder: Path, checkpoint: Checkpoint, progress: Progress | None
             continue
         digest, bad = result  # type: ignore[misc]
         if name in listed:
-            faults += _changed(name, paths[name].stat().st_size, digest, listed[name])
+            changed = _changed(name, paths[name].stat().st_size, digest, listed[name])
+            if name.lower().endswith(".md"):  # a card is there to be edited
+                findings.notes += [f"{name} {fault.what}" for fault in changed]
+            else:
+                faults += changed
         for key, (nan, infinite) in bad.items():
             counts = [f"{nan} NaN"] * bool(nan) + [f"{infinite} infinite"] * bool(infinite)
             faults.append(Fault(name, key, f"holds {' and '.join(counts)} values"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import linearize
-from linearize.errors import UsageError, first_line
+from linearize.errors import ModelError, UsageError, first_line
+from linearize.training.output import ADAPTER, UNCHANGED
 from linearize_evals.settings import SELF
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -99,8 +101,30 @@ def load_model(name: str | Path, *, device: Any, dtype: Any) -> Any:
     Raises:
         LinearizeError: as `linearize.load`.
     """
+    from linearize.source import local_path
+
     model = linearize.load(name, dtype=dtype, device_map={"": device})  # past the host's memory
+    place = local_path(name)
+    if place is not None and (place / ADAPTER).is_dir():
+        model = _with_adapter(model, place / ADAPTER)
     return model.eval()
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    """The model with LoRA that `linearize train` kept apart: without it, another model would be judged.
+
+    Raises:
+        UsageError: peft isn't installed.
+        ModelError: peft can't read it.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise UsageError(f"{folder} needs the peft package", "pip install 'linearize[train]'") from None
+    try:
+        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except Exception as error:
+        raise ModelError(f"{folder} can't be read as an adapter ({first_line(error)})", "Copy it again") from error
 
 
 def count_parameters(model: Any) -> int:
@@ -124,10 +148,12 @@ def has_position_table(model: Any, positions: int) -> bool:
 
 
 def choose_teacher(student: str | Path, teacher: str | Path | None) -> str:
-    """The teacher's name; without one the student itself, if every byte is as `convert` left it.
+    """The teacher's name; without one the student itself, where its weights beside the mixers are the teacher's.
+
+    That is known of a folder that is as `convert` or `train` wrote it, if training left them alone.
 
     Raises:
-        UsageError: the student has been changed since, or is no such folder.
+        UsageError: the student has been changed, by training or since, or is no such folder.
         ModelError: there is no such file or folder.
     """
     from linearize.source import local_path
@@ -137,13 +163,37 @@ def choose_teacher(student: str | Path, teacher: str | Path | None) -> str:
     if teacher is not None:
         return str(teacher)
     place = local_path(student)
-    why = "is no folder here" if place is None else "isn't a folder that `linearize convert` wrote"
+    known = ""
+    why = "is no folder here" if place is None else "isn't a folder that `linearize convert` or `train` wrote"
     if place is not None and (place / MANIFEST).is_file():
-        faults = judge(place).faults
-        if not faults:
+        why, known = _trained(place)
+        faults = () if why else judge(place).faults
+        if not why and not faults:
             return SELF
-        why = f"isn't as `linearize convert` wrote it any more ({faults[0].file} {faults[0].what})"
+        if faults:
+            why = f"isn't as linearize wrote it any more ({faults[0].file} {faults[0].what})"
+    named = f"--teacher {shlex.quote(known)}, which it was made from" if known else "--teacher MODEL"
     raise UsageError(
-        f"{student} {why}, so its teacher has to be named",
-        "Give --teacher MODEL, or --teacher none to judge the student alone",
+        f"{student} {why}, so its teacher has to be named", f"Give {named}, or --teacher none to judge it alone"
     )
+
+
+def _trained(folder: Path) -> tuple[str, str]:
+    """Why a converted folder can't be its own teacher (empty: nothing speaks against it), and its teacher's name.
+
+    What a damaged config.json says is for `judge` to complain of.
+    """
+    from linearize.checkpoint import read_json
+    from linearize.faults import BadFiles
+
+    try:
+        block = read_json(folder, "config.json").get("linearize")
+    except BadFiles:
+        return "", ""
+    record = block.get("training") if isinstance(block, dict) else None
+    if not isinstance(record, dict):
+        return "", ""
+    why = "has weights that training has changed" if record.get("base_weights") != UNCHANGED else ""
+    if (folder / ADAPTER).is_dir():
+        why = f"has an adapter ({ADAPTER}/)"
+    return why, str(record.get("teacher") or "")
