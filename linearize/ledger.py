@@ -69,7 +69,7 @@ class Ledger:
         entry = self.steps.get(step)
         if entry is None:
             return "it wasn't there yet"
-        changed = list(_differences(entry["inputs"], _plain(inputs)))
+        changed = list(differences(entry["inputs"], _plain(inputs)))
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             return "; ".join(changed[:3]) + more
@@ -110,13 +110,14 @@ def _plain(values: Any) -> Any:
     return json.loads(json.dumps(values, default=str))
 
 
-def _differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+    """What has changed between two JSON documents, a clause for each key: "train.0.lr: 0.01 -> 0.003"."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in dict.fromkeys([*before, *now]):
-            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for number, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(one, other, f"{key}.{number}")
+            yield from differences(one, other, f"{key}.{number}")
     elif before != now:
         shown = "changed" if _is_digest(before) or _is_digest(now) else f"{_shown(before)} -> {_shown(now)}"
         yield f"{key}: {shown}"

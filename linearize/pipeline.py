@@ -152,7 +152,10 @@ class _Run:
             return
         self._say(f"{step}: {why}")
         begun = time.monotonic()
-        goes_on = work is not None and self.ledger.same(step, inputs) and (work / RUN).is_file()
+        from linearize.training.place import DONE
+
+        begun = work is not None and (work / RUN).is_file() and not (work / DONE).exists()
+        goes_on = begun and self.ledger.same(step, inputs)
         if work is not None and work.is_dir() and not goes_on:
             with disk_errors(work):
                 shutil.rmtree(work)

@@ -79,7 +79,7 @@ def together(work: Callable[[], Result]) -> list[Result]:
     """What `work` gives in each process, in their order.
 
     Raises:
-        Exception: what `work` raises here.
+        Exception: what `work` raises here, if it is the first process in which it fails.
         LinearizeError: it failed in another process, which all would wait for otherwise; of the same kind as there.
     """
     state = PartialState()
@@ -91,13 +91,23 @@ def together(work: Callable[[], Result]) -> list[Result]:
     except Exception as caught:
         error = caught
     gathered: list[Any] = gather_object([(_failure(error), result)])
-    if error is not None:
-        raise error
     for number, (failure, _) in enumerate(gathered):
         if failure is not None:
-            kind, what, fix = failure
-            raise kind(f"process {number} failed: {what}", fix)
+            raise _as_known_to_all(error if number == state.process_index else elsewhere(number, *failure))
     return [result for _, result in gathered]
+
+
+def elsewhere(number: int, kind: type[LinearizeError], what: str, fix: str) -> LinearizeError:
+    """The error of process `number`, for another one: the command line leaves it to that one to say it."""
+    error = kind(f"process {number} failed: {what}", fix)
+    error.elsewhere = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def _as_known_to_all(error: Any) -> Any:
+    """The same error; what ends a run (see `linearize.training.parallel`) has nobody to tell of it."""
+    error.known_to_all = True
+    return error
 
 
 def _failure(error: Exception | None) -> tuple[type[LinearizeError], str, str] | None:

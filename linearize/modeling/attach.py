@@ -79,7 +79,7 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
         private._attn_implementation_internal = attention.IMPLEMENTATION
         module.config = private
         module.register_forward_pre_hook(_AttentionHook(module, switch), with_kwargs=True)
-    body = _body(model, [layer["module"] for layer in converted])
+    body = find_body(model, [layer["module"] for layer in converted])
     switch.body = next(name for name, module in modules.items() if module is body)
     hook = _BodyHook(body, switch)
     body.register_forward_pre_hook(hook, with_kwargs=True)
@@ -89,7 +89,7 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
         model.config._attn_implementation_internal = attention.IMPLEMENTATION
 
 
-def _body(model: Any, names: list[str]) -> Any:
+def find_body(model: Any, names: list[str]) -> Any:
     """The module whose forward sees the padding mask and holds all converted attention modules."""
     named = [model.get_decoder(), getattr(model, model.base_model_prefix, None)]
     candidates = [*(module for module in named if module is not model), *model.children(), model]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -107,10 +107,12 @@ def meta_autocast() -> Iterator[None]:
 
 
 def recompute_activations(model: Any, on: bool) -> None:
-    """Switch gradient checkpointing on or off; transformers calls it activation checkpointing since 5.16 or so."""
+    """Switch gradient checkpointing on or off; newer versions call it activation checkpointing."""
     if on:
         switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         switch({"use_reentrant": False})
+        with suppress(AttributeError):  # gradients of the embeddings, which only the reentrant kind needs
+            model.disable_input_require_grads()
     else:
         switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         switch()

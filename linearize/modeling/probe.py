@@ -85,7 +85,7 @@ def probe(config: PreTrainedConfig) -> Probe:
     Raises:
         ModelError: with the reason, if the model isn't a decoder whose attention can be replaced.
     """
-    model = _meta_model(config)
+    model = meta_model(config)
     calls, cache = _run(model, config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
     layers = _describe(calls, cache, names, model.config)
@@ -96,7 +96,7 @@ def probe(config: PreTrainedConfig) -> Probe:
     return Probe(config.model_type, type(model).__name__, num_layers, layers)
 
 
-def _meta_model(config: PreTrainedConfig) -> Any:
+def meta_model(config: PreTrainedConfig) -> Any:
     model_type = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
@@ -167,10 +167,27 @@ class _MadeUpValues(TorchFunctionMode):
 
 
 def _run(model: Any, model_type: str) -> tuple[list[tuple], Any]:
-    """The attention calls of one forward, and the cache that it filled.
+    """The attention calls of one forward, and the cache that it filled."""
+
+    def forward(tokens: Tensor, mask: Tensor | None) -> Any:
+        return model(input_ids=tokens, attention_mask=mask, use_cache=True)
+
+    calls, output = run_without_weights(model, forward, "its attention")
+    if not calls:
+        raise ModelError(_OWN_ATTENTION.format(model_type))
+    return calls, compat.cache_of(output)
+
+
+def run_without_weights(
+    model: Any, forward: Callable[[Tensor, Tensor | None], Any], aim: str
+) -> tuple[list[tuple], Any]:
+    """The attention calls of `forward(tokens (1, T), mask (1, T) or None)` of a `meta_model`, and what it returns.
 
     Families differ in what they take without values: some look into a missing mask, some look at the values of a
-    given one, some slice the mask that the implementation makes.
+    given one, some slice the mask that the implementation makes. So `forward` may run several times.
+
+    Raises:
+        ModelError: it can't be run, so that `aim` can't be learned.
     """
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     failures = []
@@ -180,17 +197,11 @@ def _run(model: Any, model_type: str) -> tuple[list[tuple], Any]:
             try:
                 guess = _MadeUpValues() if made_up else nullcontext()
                 with torch.no_grad(), torch.device("meta"), compat.meta_autocast(), guess:
-                    calls, output = _noting(
-                        lambda mask=mask: model(input_ids=tokens, attention_mask=mask, use_cache=True)
-                    )
+                    return _noting(lambda mask=mask: forward(tokens, mask))
             except Exception as error:
                 failures.append(error)
-                continue
-            if not calls:
-                raise ModelError(_OWN_ATTENTION.format(model_type))
-            return calls, compat.cache_of(output)
     raise ModelError(
-        f"model type '{model_type}' can't be run without weights, so its attention can't be learned "
+        f"model type '{model.config.model_type}' can't be run without weights, so {aim} can't be learned "
         f"({type(failures[0]).__name__}: {first_line(failures[0])})"
     ) from failures[0]
 

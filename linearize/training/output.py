@@ -220,7 +220,10 @@ def _write_adapter(stage: Stage, adapter: Any, state: Mapping[str, Any] | None) 
         )
     found = next(folder.rglob("adapter_config.json"))
     config = json.loads(found.read_text(encoding="utf-8"))
-    stage.write(f"{ADAPTER}/adapter_config.json", to_json({**config, "base_model_name_or_path": str(stage.out)}))
+    config["base_model_name_or_path"] = str(stage.out)
+    if isinstance(config["target_modules"], list):
+        config["target_modules"].sort()  # a set's order is another one in each process
+    stage.write(f"{ADAPTER}/adapter_config.json", to_json(config))
     stage.copy(found.parent / "adapter_model.safetensors", f"{ADAPTER}/adapter_model.safetensors")
 
 

@@ -1,0 +1,109 @@
+"""Stage 0: what a few forwards can set without a gradient, and what they tell about a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize.modeling.observe import Observation, observing
+from linearize.training.head import hidden_states
+
+
+def calibrate(
+    model: Any,
+    batches: list[tuple[Tensor, Tensor | None]],
+    forward: Callable[[Any, Tensor, Tensor | None], Any] = hidden_states,
+) -> list[dict[str, Any]]:
+    """Choose what mixers leave to choose (`grid`, a few values for a parameter of each head), by the squared error of
+    their heads' outputs against softmax attention.
+
+    Args:
+        model: a converted model, changed in place.
+        batches: (B, T) input_ids and position_ids or None.
+        forward: runs the decoder of `model` on a batch.
+
+    Returns:
+        For each converted layer: `error_before` and `error_after`, squared and relative to the teacher's square; and
+        `distance`, how many tokens back its softmax attention looks on average, for each head.
+    """
+    found: dict[int, _Layer] = {}
+
+    def observer(given: Observation) -> None:
+        found.setdefault(given.layer, _Layer(given.module.linearize)).see(given)
+
+    with torch.no_grad(), observing(model, observer):
+        for input_ids, position_ids in batches:
+            forward(model, input_ids, position_ids)
+    return [{"layer": number, **layer.choose()} for number, layer in sorted(found.items())]
+
+
+class _Layer:
+    """Errors of one layer's heads, summed over batches: as it is, and for each value of each parameter."""
+
+    def __init__(self, mixer: Any) -> None:
+        self.mixer = mixer
+        self.grid = dict(getattr(mixer, "grid", {}))
+        self.errors: dict[tuple[str, float], Tensor] = {}
+        self.before: Any = 0.0
+        self.square: Any = 0.0
+        self.distance: Any = 0.0
+        self.tokens = 0
+
+    @torch.no_grad()
+    def see(self, given: Observation) -> None:
+        self.square = self.square + given.teacher.double().square().sum((0, 1, 3))
+        self.before = self.before + _error(given)
+        self.distance = self.distance + attention_distance(given)
+        self.tokens += given.q.shape[0] * given.q.shape[1]
+        for name, values in self.grid.items():
+            parameter = getattr(self.mixer, name)
+            own = parameter.clone()
+            for value in values:
+                parameter.fill_(value)
+                error = self.errors.get((name, value), 0.0)
+                self.errors[name, value] = error + _error(given)
+            parameter.copy_(own)
+
+    @torch.no_grad()
+    def choose(self) -> dict[str, Any]:
+        after = self.before
+        for name, values in self.grid.items():
+            table = torch.stack([self.errors[name, value] for value in values])
+            least, index = table.min(0)
+            better = least < after
+            chosen = torch.tensor(values, device=table.device)[index].to(getattr(self.mixer, name).dtype)
+            parameter = getattr(self.mixer, name)
+            parameter.copy_(torch.where(better, chosen, parameter))
+            after = torch.where(better, least, after)
+        total = self.square.sum().clamp_min(1e-30)
+        return {
+            "error_before": float(self.before.sum() / total),
+            "error_after": float(after.sum() / total),
+            "distance": [round(value, 1) for value in (self.distance / self.tokens).tolist()],
+        }
+
+
+def _error(given: Observation) -> Tensor:
+    """(H,) squared error of each head."""
+    return (given.student().double() - given.teacher.double()).square().sum((0, 1, 3))
+
+
+def attention_distance(given: Observation) -> Tensor:
+    """(H,) how many tokens back softmax attention looks, summed over the B T tokens."""
+    q, k = given.q.float().transpose(1, 2), given.k.float().transpose(1, 2)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    batch, _, length, _ = q.shape
+    time = torch.arange(length, device=q.device)
+    back = (time[:, None] - time).clamp(min=0)
+    hidden = (time[:, None] < time)[None, None]
+    if given.cu_seqlens is not None:
+        begins = torch.zeros(batch * length, dtype=torch.long)
+        begins[given.cu_seqlens[1:-1].long()] = 1
+        document = begins.cumsum(0).view(batch, 1, length, 1).to(q.device)
+        hidden = hidden | (document != document.transpose(-1, -2))
+    scores = (q @ k.transpose(-1, -2)) * given.scaling
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return (weights * back).sum((0, 2, 3)).double()
