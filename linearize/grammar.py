@@ -53,8 +53,12 @@ def asked_recipe(ref: str | None, sets: tuple[str, ...], typed: Mapping[str, tup
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise UsageError(f"--set takes KEY=VALUE, not '{text}'", "For example --set seed=1")
-        if key in overrides:
-            raise UsageError(f"{key} is given twice", "Give it once")
+        for other in overrides:
+            if key == other:
+                raise UsageError(f"{key} is given twice", "Give it once")
+            if other.startswith(f"{key}."):  # which would be swallowed
+                what = f"--set {key} would replace what {flags[other]} gives"
+                raise UsageError(what, "Give all of it in one of them")
         overrides[key] = value
         flags[key] = f"--set {key}"
     try:

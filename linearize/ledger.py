@@ -43,7 +43,7 @@ class Ledger:
         self.exists = os.path.lexists(self.path)
         if self.exists:
             self.steps = _read_steps(folder)
-        elif os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        elif os.path.lexists(folder) and (not folder.is_dir() or not _is_bare(folder)):
             raise UsageError(f"{folder} holds files that aren't a run's", "Choose another folder with -o")
 
     def begin(self, step: str, inputs: Values) -> None:
@@ -91,6 +91,11 @@ class Ledger:
                 staged.unlink(missing_ok=True)
 
 
+def _is_bare(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a run left that was killed while it wrote its first line."""
+    return all(path.name.startswith(f".{RUN}.") for path in folder.iterdir())
+
+
 def _read_steps(folder: Path) -> dict[str, dict[str, Any]]:
     other = "Choose another folder with -o"
     try:
@@ -98,10 +103,12 @@ def _read_steps(folder: Path) -> dict[str, dict[str, Any]]:
     except BadFiles as error:
         raise UsageError(f"{folder}: {error}", other) from None
     steps = content.get("steps")
-    if not isinstance(steps, dict) or not all(isinstance(one, dict) and "inputs" in one for one in steps.values()):
+    if not isinstance(steps, dict):
         raise UsageError(f"{folder / RUN} isn't that of `linearize run`", other)
     if content.get("version") != VERSION:
         raise UsageError(f"{folder / RUN} has version {content.get('version')}, this release reads {VERSION}", other)
+    if not all(isinstance(one, dict) and isinstance(one.get("inputs"), dict) for one in steps.values()):
+        raise UsageError(f"{folder / RUN} is damaged", other)
     return steps
 
 
@@ -146,31 +153,40 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 def of_path(name: str | Path | None, *, content: bool = True) -> str | None:
-    """What tells a file or folder from what it was before; None for what isn't on this disk.
+    """What tells a file or folder from what it was before; None for what isn't on this disk."""
+    if name is None or not os.path.exists(path := Path(os.path.expanduser(name))):
+        return None
+    paths = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
+    return of_files(paths, path, content=content)
+
+
+def of_files(paths: Sequence[Path], root: Path, *, content: bool = True) -> str:
+    """As `of_path`, for some files of `root`, or for that file.
 
     Args:
         content: whether a copy of the same bytes is the same, which means to read them all.
     """
-    if name is None or not os.path.lexists(name):
-        return None
-    path = Path(name)
-    paths = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
     states = {found: found.stat() for found in paths}
     content = content and sum(state.st_size for state in states.values()) <= HASHED_BYTES
     return digest(
         [
-            [str(found.relative_to(path)), sha256_of(found) if content else [state.st_size, state.st_mtime_ns]]
+            [str(found.relative_to(root)), sha256_of(found) if content else [state.st_size, state.st_mtime_ns]]
             for found, state in states.items()
         ]
     )
 
 
 def of_checkpoint(folder: Path, leaving_out: Sequence[str] = ()) -> str | None:
-    """The digest of a folder that linearize wrote, from its manifest; None if files of it are missing."""
+    """The digest of a folder that linearize wrote, from its manifest; None if files of it are missing or cut off.
+
+    Args:
+        leaving_out: files that don't matter.
+    """
     try:
-        files = read_json(folder, MANIFEST)["files"]
+        listed = read_json(folder, MANIFEST)["files"]
+        files = {name: entry for name, entry in listed.items() if name not in leaving_out}
         if not all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()):
             return None
-        return digest({name: entry["sha256"] for name, entry in files.items() if name not in leaving_out})
+        return digest({name: entry["sha256"] for name, entry in files.items()})
     except (BadFiles, OSError, KeyError, TypeError, AttributeError):
         return None

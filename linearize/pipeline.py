@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint import read_json
 from linearize.digest import sha256_of
-from linearize.ledger import RUN, Ledger, digest, of_checkpoint, of_path, versions
+from linearize.ledger import RUN, Ledger, digest, of_checkpoint, of_files, of_path, versions
 from linearize.preflight import CONVERTED, preflight, teachers
 from linearize.sink import disk_errors
 from linearize.source import local_path
 from linearize.swap import Lock
 from linearize.target import survey
+from linearize.training.local_text import find
 
 if TYPE_CHECKING:
     from linearize.recipe import Recipe
@@ -51,7 +52,7 @@ def run(
     Args:
         model: what to convert, in the place of the recipe's `model`.
         data: what to train on, in the place of the recipe's `data.source`.
-        overrides: single recipe keys to change.
+        overrides: other recipe keys to change.
         resume: there has to be a run in `out` to go on with.
         device: what to train and judge on.
         progress: called with (what, done, total), by training with a text besides.
@@ -66,13 +67,11 @@ def run(
     """
     from linearize.recipe import load_recipe
 
-    settings = load_recipe(recipe, overrides or {})
-    if model is not None:
-        settings = settings.model_copy(update={"model": str(model)})
-    if data is not None:
-        settings = settings.model_copy(update={"data": settings.data.model_copy(update={"source": str(data)})})
+    given = {"model": model, "data.source": data}
+    named = {key: str(value) for key, value in given.items() if value is not None}
+    settings = load_recipe(recipe, {**(overrides or {}), **named})
     folder = survey(out).path
-    preflight(settings, folder, resume=resume)
+    preflight(settings, folder, resume=resume, device=device)
     with _locked(folder):
         return _Run(settings, folder, Ledger(folder), device, progress, note).all()
 
@@ -144,18 +143,18 @@ class _Run:
             output: the digest of what is there, None if that isn't whole.
             make: does it, and returns what is to be kept of it; told whether to go on with what is in `work`.
             work: the folder where an interrupted step has left what it goes on from. It is removed where the inputs
-                are others.
+                are others, and where the step had come to its end.
         """
         why = self.ledger.why_again(step, inputs, output())
         if not why:
             self._kept(step, "made from the same before")
             return
-        self._say(f"{step}: {why}")
-        begun = time.monotonic()
         from linearize.training.place import DONE
 
-        begun = work is not None and (work / RUN).is_file() and not (work / DONE).exists()
-        goes_on = begun and self.ledger.same(step, inputs)
+        self._say(f"{step}: {why}")
+        begun = time.monotonic()
+        interrupted = work is not None and (work / RUN).is_file() and not (work / DONE).exists()
+        goes_on = interrupted and self.ledger.same(step, inputs)
         if work is not None and work.is_dir() and not goes_on:
             with disk_errors(work):
                 shutil.rmtree(work)
@@ -190,11 +189,10 @@ class _Run:
 
         out, work = self.folder / MODEL, self.folder / TRAINING
         keys = self.recipe.to_dict()
-        data = self.recipe.data.source
         inputs = {
             "recipe": {key: keys[key] for key in ("data", "train", "precision", "shard") if key in keys},
             "converted": of_checkpoint(self.folder / CONVERTED),
-            "data's files": None if data == "teacher" else of_path(data),
+            "data's files": _data_digest(self.recipe.data.source),
             "teachers' files": [of_path(name, content=False) for name in teachers(self.recipe)],
             "versions": versions(TRAIN_NEEDS),
         }
@@ -268,6 +266,12 @@ class _Run:
         because = "scores were measured" if results else "the model was described otherwise"
         seconds = round(time.monotonic() - begun, 3)
         self.steps.append({"step": "card", "done": True, "because": because, "seconds": seconds})
+
+
+def _data_digest(source: str) -> str | None:
+    """Of the files that are trained on; None where there are none."""
+    paths = None if source == "teacher" else find(source)
+    return None if paths is None else of_files(paths, Path(source).expanduser())
 
 
 def _model_digest(model: Path) -> str | None:

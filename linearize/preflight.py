@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearize.errors import UsageError
-from linearize.ledger import Ledger
+from linearize.ledger import Ledger, of_path
 from linearize.source import local_path
 from linearize.target import check_target, survey
 
@@ -19,18 +19,19 @@ CONVERTED = "converted"
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # set by launchers
 
 
-def preflight(recipe: Recipe, folder: Path, *, resume: bool) -> None:
+def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None = None) -> None:
     """Check everything about a run that needs no weight.
 
     Args:
         folder: where it writes.
         resume: there has to be a run to go on with.
+        device: what it was asked to train and judge on.
 
     Raises:
-        UsageError: the recipe lacks what a run needs, its tasks or options don't fit, a package is missing, or `folder`
-            belongs to something else.
+        UsageError: the recipe lacks what a run needs, its tasks or options don't fit, a package is missing, there is no
+            such device, or `folder` belongs to something else.
         ModelError: a model that the recipe names is a path where nothing is.
-        NetworkError: the data set can't be loaded.
+        NetworkError: a data set can't be loaded.
     """
     if any(os.environ.get(name, "1") != "1" for name in SIZES):
         raise UsageError(
@@ -38,8 +39,6 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool) -> None:
         )
     if recipe.model is None:
         raise UsageError("the recipe names no model", "Add the key `model`, or give --model MODEL")
-    if not recipe.train:
-        raise UsageError("the recipe has no section `train`", "Add one, or use `linearize convert`")
     ledger = Ledger(folder)
     if resume and not ledger.exists:
         raise UsageError(f"there is no run in {folder} to go on with", "Leave out --resume to begin one")
@@ -48,11 +47,17 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool) -> None:
         check_target(survey(folder / CONVERTED), place, force=True)
     for name in teachers(recipe):
         local_path(name)
-    _check_evaluation(recipe)
-    if not _trained_on(ledger, recipe):
-        from linearize.training import sources
+    _check_evaluation(recipe, ledger)
+    from linearize.training import checks, sources
 
+    checks.check_packages(recipe)
+    if _ended(ledger, "train").get("recipe", {}).get("data") != recipe.data.model_dump(mode="json"):
         sources.check(recipe.data)
+        _check_apart(recipe.data.source, folder)
+    if device is not None:
+        from linearize_evals.loading import choose_device
+
+        choose_device(device)
 
 
 def teachers(recipe: Recipe) -> list[str]:
@@ -61,13 +66,23 @@ def teachers(recipe: Recipe) -> list[str]:
     return [name for name in names if name != "self"]
 
 
-def _trained_on(ledger: Ledger, recipe: Recipe) -> bool:
-    """Whether training on this data has ended: then a data set needn't be asked for again, nor the network be there."""
-    entry = ledger.steps.get("train", {})
-    return "output" in entry and entry["inputs"].get("recipe", {}).get("data") == recipe.data.model_dump(mode="json")
+def _ended(ledger: Ledger, step: str) -> dict[str, Any]:
+    """What a step that has ended was made from; empty if it hasn't.
+
+    A data set that it was made from needn't be asked for again, nor the network be there.
+    """
+    entry = ledger.steps.get(step, {})
+    return entry["inputs"] if "output" in entry else {}
 
 
-def _check_evaluation(recipe: Recipe) -> None:
+def _check_apart(source: str, folder: Path) -> None:
+    """Refuse to write a run among what it is trained on."""
+    data = Path(os.path.realpath(os.path.expanduser(source)))
+    if source != "teacher" and data.is_dir() and data in (folder, *folder.parents):
+        raise UsageError(f"{folder} lies in the folder of its data, {data}", "Choose another folder with -o")
+
+
+def _check_evaluation(recipe: Recipe, ledger: Ledger) -> None:
     if recipe.eval is None:
         return
     from linearize_evals.options import NEEDED
@@ -76,9 +91,19 @@ def _check_evaluation(recipe: Recipe) -> None:
     if missing:
         mend = "pip install 'linearize[eval]', or leave `eval` out of the recipe"
         raise UsageError(f"evaluation needs {', '.join(missing)}", mend)
+    from linearize_evals.haystack import open_haystack
+    from linearize_evals.settings import NONE, SELF
     from linearize_evals.suites import check_uses, chosen_tasks
+    from linearize_evals.text import read_text
 
     asked = recipe.eval
     grid = {key: getattr(asked, key) for key in ("lengths", "depths", "pairs", "samples")}
     ours, others = chosen_tasks(asked.suite, asked.tasks, **grid)
     check_uses(ours, others, text=asked.text, haystack=asked.haystack, limit=asked.limit)
+    if asked.teacher not in (None, SELF, NONE):
+        local_path(asked.teacher)
+    open_haystack(asked.haystack)
+    done = _ended(ledger, "eval")
+    known = [done.get("recipe", {}).get("eval", {}).get("text"), *done.get("texts", ())[:1]]
+    if asked.text is not None and known != [asked.text, of_path(asked.text)]:  # or it would fail after results are gone
+        read_text(asked.text)

@@ -18,7 +18,7 @@ from linearize.errors import LinearizeError
 from linearize.keep_softmax import FORMS
 from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup
 from linearize.recipe_errors import Problem, RecipeError, problems_of, wrong
-from linearize.recipe_files import MIXER_KEYS, find_recipe, override, read_recipe, shipped_recipes
+from linearize.recipe_files import MIXER_KEYS, SECTIONS, find_recipe, override, read_recipe, shipped_recipes
 from linearize.training.schema import Data, Distill, Evaluation, Every, Name, Precision, Stage, Trackers, as_tuple
 
 __all__ = ["Recipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]
@@ -203,12 +203,15 @@ def load_recipe(
 ) -> Recipe:
     """The recipe in a file, of a shipped name or in a mapping; None is the shipped default.
 
-    `overrides` change single keys (`{"window": 128, "train.1.lr": "3e-3"}`); strings are read as YAML. Where an
-    override names another mixer or feature map, keys of the recipe that belong to the old one are dropped. Raises
-    `UsageError` that lists every problem.
+    `overrides` change single keys (`{"window": 128, "train.1.lr": "3e-3"}`); strings are read as YAML. None leaves a
+    key as it is, but for those of sections, where it is a value (`{"train.1.clip": None}`). Where an override names
+    another mixer or feature map, keys of the recipe that belong to the old one are dropped. Raises `UsageError` that
+    lists every problem.
     """
     data, source, where = _read(DEFAULT_RECIPE if ref is None else ref)
-    data = override(data, {key: value for key, value in overrides.items() if value is not None}, where)
+    # In a section null can be an answer.
+    given = {key: value for key, value in overrides.items() if value is not None or key.partition(".")[0] in SECTIONS}
+    data = override(data, given, where)
     try:
         return Recipe(**data)
     except RecipeError as error:

@@ -59,15 +59,14 @@ def recipes_cat(name: str, as_json: bool) -> None:
 
 
 @recipes.command("cp")
-@click.argument("name", metavar="NAME")
-@click.argument("file", metavar="FILE")
+@click.argument("name", metavar="FILE|NAME")
+@click.argument("copy", metavar="COPY")
 @common_options
-def recipes_cp(name: str, file: str, as_json: bool) -> None:
-    """Copy a recipe to FILE, to change it there."""
-    from linearize.recipe import find_recipe
+def recipes_cp(name: str, copy: str, as_json: bool) -> None:
+    """Copy a recipe to COPY, a new file or a folder, to change it there."""
     from linearize.recipe_files import copy_recipe
 
-    path = copy_recipe(find_recipe(name), file)
+    path = copy_recipe(name, copy)
     emit({"recipe": name, "path": str(path)}, as_json, lambda _: say(f"wrote {path}"))
 
 

@@ -16,6 +16,7 @@ MAX_FILE_BYTES = 1_000_000  # a recipe is a page of text: more than this is anot
 MIXER_KEYS = ("feature_map", "feature_map_options", "window", "sinks")
 OPTIONS = ("feature_map_options", "mixer_options")
 SECTIONS = ("data", "train", "every", "eval")
+LAUNCHERS = "accelerate"  # a folder of files for `accelerate launch`, beside the recipes
 PLACES = ("model", "data.source")  # paths may hold anything, also what YAML has another meaning for
 
 
@@ -24,7 +25,8 @@ def shipped_recipes() -> dict[str, Path]:
     from importlib.resources import files
 
     root = Path(str(files("linearize_recipes")))
-    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    found = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    return {name: path for name, path in found.items() if not name.startswith(f"{LAUNCHERS}/")}
 
 
 def find_recipe(ref: str | Path) -> Path:
@@ -62,20 +64,24 @@ def read_recipe(ref: str | Path) -> tuple[dict[str, Any], str, dict[str, str]]:
     return data, source, where
 
 
-def copy_recipe(source: Path, file: str | Path) -> Path:
+def copy_recipe(ref: str | Path, file: str | Path) -> Path:
     """Copy a recipe's text to a file that isn't there yet (into a folder: under its own name), and say where it is.
 
     Raises:
-        UsageError: there is a file already, or it can't be written.
+        UsageError: there is no such recipe, or a file already, or it can't be written.
     """
-    text = source.read_bytes()
-    path = Path(file) / source.name if Path(file).is_dir() else Path(file)
+    read_recipe(ref)  # what isn't one is refused
+    source = find_recipe(ref)
+    path, begun = Path(file) / source.name if Path(file).is_dir() else Path(file), False
     try:
         with open(path, "xb") as copy:
-            copy.write(text)
+            begun = True
+            copy.write(source.read_bytes())
     except FileExistsError:
         raise UsageError(f"there is a file {path} already", "Choose another name, or remove it") from None
     except OSError as error:
+        if begun:
+            path.unlink(missing_ok=True)
         raise UsageError(f"can't write {path}: {error.strerror}", "Choose another place") from None
     return path
 

@@ -21,6 +21,7 @@ from linearize.grammar import (
 )
 
 DATA = "teacher, a .txt/.jsonl/.parquet file, a folder of them, or a dataset."
+DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)."
 
 
 @click.command()
@@ -31,7 +32,7 @@ DATA = "teacher, a .txt/.jsonl/.parquet file, a folder of them, or a dataset."
 @click.option("-o", "--out", metavar="OUT", help="Folder to write (default: CHECKPOINT-trained).")
 @click.option("--resume", is_flag=True, help="Go on with the interrupted training for OUT.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one).")
+@click.option("--device", metavar="DEVICE", help=DEVICE)
 @import_option
 @common_options
 def train(checkpoint: str, out: str | None, as_json: bool, **options: Any) -> None:
@@ -63,6 +64,7 @@ def train(checkpoint: str, out: str | None, as_json: bool, **options: Any) -> No
 @click.option("--data", metavar="SOURCE", help=DATA)
 @set_option
 @click.option("--resume", is_flag=True, help="Go on with the interrupted run in OUT.")
+@click.option("--device", metavar="DEVICE", help=DEVICE)
 @import_option
 @common_options
 def run(recipe: str, out: str, as_json: bool, **options: Any) -> None:
@@ -82,7 +84,7 @@ def run(recipe: str, out: str, as_json: bool, **options: Any) -> None:
     from linearize.training.show import print_run, progress
 
     with quiet_stdout(as_json), progress() as bars:
-        document = start(asked, out, resume=options["resume"], progress=bars, note=note)
+        document = start(asked, out, resume=options["resume"], device=options["device"], progress=bars, note=note)
     if document:
         emit(document, as_json, lambda shown: print_run(shown, options["plugins"]))
     _leave()

@@ -101,11 +101,12 @@ def load_model(name: str | Path, *, device: Any, dtype: Any) -> Any:
     Raises:
         LinearizeError: as `linearize.load`.
     """
+    from linearize.modeling.classes import BLOCK
     from linearize.source import local_path
 
     model = linearize.load(name, dtype=dtype, device_map={"": device})  # past the host's memory
     place = local_path(name)
-    if place is not None and (place / ADAPTER).is_dir():
+    if hasattr(model.config, BLOCK) and place is not None and (place / ADAPTER).is_dir():  # else a stranger's folder
         model = _with_adapter(model, place / ADAPTER)
     return model.eval()
 

@@ -69,7 +69,7 @@ def evaluate(
         student: the model that is judged: a folder, Hub id or GGUF file.
         out: folder for results.json, report.html, figures and samples; by default named after the student.
         teacher: the model that it was made from, "self" for the student's own weights with the mixers bypassed, or
-            "none". By default "self", for a folder that is as `convert` wrote it.
+            "none". By default "self", for a folder that is as linearize wrote it, with the base model's weights.
         suite: "quick", "recall" or "full".
         tasks: names of tasks, ours or lm-eval's, instead of the suite's.
         lengths, depths, pairs, samples: the grid, and documents in each cell, of every task of ours that has them.

@@ -100,7 +100,7 @@ def mix(
 
 def _softmax(module: Any, *args: Any, implementation: str | None, **kwargs: Any) -> Tensor:
     """What the attention function called `implementation` gives, as `module` would call it if it weren't converted."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", eager)(module, *args, **kwargs)[0]
 
 

@@ -201,16 +201,17 @@ class Part:
         for number, layer in self.away.items():
             self._layers[number] = layer
 
-    def run(self, forward: Callable[[], Any], given: Tensor | None) -> Tensor | None:
-        """(B, T, ...), what layer `end` would be given in a `forward` of the decoder; None if there is no such layer.
+    def run(self, forward: Callable[[], Tensor], given: Tensor | None) -> Tensor:
+        """(B, T, ...), what layer `end` would be given in a `forward` of the decoder; what that gives if there is none.
 
         Args:
             given: what layer `begin` is given; None for layer 0, which takes it from before it.
         """
         self._given, self._found = given, None
         with suppress(_Enough):
-            forward()
+            self._found = forward()
         found, self._given, self._found = self._found, None, None
+        assert found is not None
         return found
 
     def _stand_in(self, number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

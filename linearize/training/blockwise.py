@@ -10,179 +10,27 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linearize.errors import ModelError, ResourceError, UsageError
-from linearize.family import load_config
-from linearize.modeling.chain import Chain, Part, chain, load_part
-from linearize.modeling.classes import BLOCK
+from linearize.modeling.chain import Part
 from linearize.modeling.observe import observing
-from linearize.plan import human
-from linearize.source import Source
-from linearize.target import survey
-from linearize.training import checks
+from linearize.training.blocks import STATES, Blocks, is_blockwise, mixers
 from linearize.training.calibrate import calibrate
 from linearize.training.head import hidden_states
 from linearize.training.loop import Job, Stage, steps_of
 from linearize.training.memory import peak_memory, reset_peak
 from linearize.training.objectives import Transfer
-from linearize.training.output import read_converted
 from linearize.training.packing import batch
-from linearize.training.parallel import agree, fill
-from linearize.training.place import TEACHER_TEXT
-from linearize.training.stored import TOKEN_BYTES, File, Rows
-from linearize.training.trainable import MIXER
+from linearize.training.parallel import agree
+from linearize.training.stored import File, Rows
 
-STATES = "states"  # the folder in the work folder
 Batch = tuple[Tensor, Tensor | None]
-
-
-def is_blockwise(stage: Any) -> bool:
-    return getattr(stage, "block", None) is not None
-
-
-def suffices(recipe: Any, text: Path) -> bool:
-    """Whether a training can do without ever having the whole model in memory.
-
-    Args:
-        text: where the text that the teacher writes is, or will be.
-    """
-    stages = recipe.train
-    writes = recipe.data.source == "teacher" and not text.exists()
-    return not writes and any(map(is_blockwise, stages)) and all(_by_blocks(stage) for stage in stages)
-
-
-def _by_blocks(stage: Any) -> bool:
-    return is_blockwise(stage) or stage.stage == "calibrate"
-
-
-def check(source: Source, work: Path, recipe: Any, device: Any) -> None:
-    """Refuse what can be refused of block-wise stages before a weight is read.
-
-    Args:
-        source: the converted checkpoint.
-        device: what the model will run on.
-
-    Raises:
-        UsageError: something else needs the model as a whole, and that is sharded.
-        ModelError: the layers of this model can't run block by block.
-        ResourceError: the disk of `work` is too small for the hidden states.
-    """
-    links = None
-    for number, stage in enumerate(recipe.train):
-        if not is_blockwise(stage):
-            continue
-        if recipe.shard and not suffices(recipe, work / TEACHER_TEXT):
-            raise UsageError(
-                f"train.{number}.block: with shard: true, no other stage may need the whole model, nor data.source",
-                "Set one of the two to false, or train such stages in a run of their own",
-            )
-        try:
-            links = links or _chain(source, _widest(recipe, device))
-        except ModelError as error:
-            raise ModelError(f"train.{number}.block: {error.what}", f"Leave train.{number}.block out") from error
-        parts = blocks(source.config[BLOCK]["layers"], links, stage.block)
-        rows = steps_of(stage) * stage.batch
-        states = File(Path(), (stage.length, *links.shape), links.dtype).bytes * min(2, len(parts) - 1)
-        needed = rows * (states + stage.length * TOKEN_BYTES)
-        destination = survey(work)
-        own = sum(path.stat().st_size for path in (work / STATES).glob("*")) if (work / STATES).is_dir() else 0
-        if needed > destination.free_bytes + own:
-            raise ResourceError(
-                f"train.{number}.block: the hidden states between blocks take {human(needed)}, and {destination.disk} "
-                f"has {human(destination.free_bytes + own)} free",
-                f"Free some space, choose an OUT on another disk, or lower train.{number}.tokens",
-            )
-
-
-def _widest(recipe: Any, device: Any) -> torch.dtype:
-    """The widest dtype that weights may be held in."""
-    everything = any(getattr(stage, "trains", "") == "all" for stage in recipe.train)
-    measured = recipe.precision == "auto" and getattr(device, "type", "cpu") == "cpu"
-    return torch.float32 if everything or measured or recipe.precision == "float32" else torch.bfloat16
-
-
-def _chain(source: Source, dtype: torch.dtype) -> Chain:
-    attention = [layer["module"] for layer in source.config[BLOCK]["layers"]]
-    return chain(load_config(source.config, source.name), attention, dtype)
-
-
-def blocks(layers: list[dict[str, Any]], links: Chain, size: int) -> list[tuple[int, int]]:
-    """Begin and end of the blocks of `size` layers, up to the last layer that has a mixer.
-
-    Args:
-        layers: those of config.json's `linearize` block.
-    """
-    modules = [layer["module"] for layer in layers if layer.get("mixer")]
-    end = 1 + max(int(module.removeprefix(f"{links.layers}.").partition(".")[0]) for module in modules)
-    return [(begin, min(begin + size, end)) for begin in range(0, end, size)]
-
-
-def skeleton(checkpoint: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """A converted model whose mixers are on `device`, and whose other weights (in `dtype`) are on the meta device.
-
-    Raises:
-        ModelError: the checkpoint lacks a mixer's tensor.
-    """
-    from safetensors import safe_open
-
-    source = read_converted(checkpoint)
-    model = checks.skeleton(source).to(dtype)
-    wanted = {name for name in model.state_dict() if MIXER in name}
-    tensors = {}
-    for name in sorted(wanted & source.tensors.keys()):
-        with safe_open(source.checkpoint.paths[source.tensors[name].file], framework="pt") as file:
-            value = file.get_tensor(name)
-            tensors[name] = value.to(device, torch.float32 if value.is_floating_point() else None)
-    if missing := sorted(wanted - tensors.keys()):
-        raise ModelError(f"{checkpoint} lacks '{missing[0]}'", "Convert the base model again")
-    model.load_state_dict(tensors, strict=False, assign=True)
-    return model.requires_grad_(False).eval()
-
-
-class Blocks:
-    """The blocks of a job's model, which is there as a whole or (as a `skeleton`) but for its mixers."""
-
-    def __init__(self, job: Job, checkpoint: str | Path, size: int) -> None:
-        self.job, self.checkpoint = job, checkpoint
-        source = read_converted(checkpoint)
-        self.links = _chain(source, job.model.dtype)
-        self.bounds = blocks(source.config[BLOCK]["layers"], self.links, size)
-        self.loads = any(parameter.is_meta for parameter in job.model.parameters())
-
-    @contextmanager
-    def part(self, number: int) -> Iterator[Part]:
-        """Have block `number` in memory; what its mixers have learnt goes to the job's model."""
-        bounds = self.bounds[number]
-        if not self.loads:
-            part = Part(self.job.model, self.links, *bounds)
-            try:
-                yield part
-            finally:
-                part.bring_back()
-            return
-        model, device = self.job.model, self.job.accelerator.device
-        part = load_part(self.checkpoint, self.links, *bounds, dtype=model.dtype, device=device)
-        own = mixers(part.model)
-        fill(own, {name: parameter for name, parameter in mixers(model).items() if name in own})
-        yield part
-        self.keep(part)
-        part.model.to("meta")  # now, and not when the cycles of a model happen to be collected
-
-    def keep(self, part: Part) -> None:
-        """Give the job's model what the mixers of a part have learnt."""
-        if self.loads:
-            fill(mixers(self.job.model), mixers(part.model))
-
-
-def mixers(model: Any) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in model.named_parameters() if MIXER in name}
 
 
 def calibrate_blocks(job: Job, checkpoint: str | Path, batches: list[Batch]) -> list[dict[str, Any]]:
@@ -197,7 +45,7 @@ def calibrate_blocks(job: Job, checkpoint: str | Path, batches: list[Batch]) -> 
 
             def forward(model: Any, *inputs: Any, part: Part = part, turn: Iterator[int] = turn) -> None:
                 at = next(turn)
-                states[at] = part.run(lambda: hidden_states(model, *inputs), states[at])
+                states[at] = part.run(partial(hidden_states, model, *inputs), states[at])
 
             found += calibrate(part.model, batches, forward)
             agree(mixers(part.model).values())
@@ -247,7 +95,10 @@ class _Walk:
         self._take_rows()
         now, step = divmod(begin, self.steps)
         known = [0, *(number for number in range(1, now + 1) if self._states(number).rows == self._own_rows)]
-        for number in range(known[-1], self.count):  # states that are lost are made again, without training
+        if known[-1] < now:  # states that are lost are made again, without training
+            for number in range(known[-1] + 1, self.count):
+                self._states(number).remove()
+        for number in range(known[-1], self.count):
             first = step if number == now else self.steps if number < now else 0
             self._block(number, first, optimizer if number == now else None)
             if now <= number < self.count - 1:
@@ -360,9 +211,8 @@ class _Forward:
     def __call__(self, input_ids: Tensor, position_ids: Tensor | None) -> None:
         given = None if self.source is None else self.source.read(len(input_ids)).to(self.device)
         model = self.part.model
-        found = self.part.run(lambda: hidden_states(model, input_ids, position_ids), given)
+        found = self.part.run(partial(hidden_states, model, input_ids, position_ids), given)
         if self.sink is not None:
-            assert found is not None
             self.sink.write(found)
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from linearize.errors import ModelError
 from linearize.modeling.observe import Observation, observing
+from linearize.training import parallel, place, summary
 from linearize.training.head import hidden_states
+from linearize.training.memory import peak_memory
+from linearize.training.packing import batch
+from linearize.training.trainable import MIXER
+
+Batch = tuple[Tensor, Tensor | None]  # (B, T) input_ids, and position_ids if there are any
 
 
 def calibrate(
     model: Any,
-    batches: list[tuple[Tensor, Tensor | None]],
+    batches: list[Batch],
     forward: Callable[[Any, Tensor, Tensor | None], Any] = hidden_states,
 ) -> list[dict[str, Any]]:
     """Choose what mixers leave to choose (`grid`, a few values for a parameter of each head), by the squared error of
@@ -38,6 +46,37 @@ def calibrate(
         for input_ids, position_ids in batches:
             forward(model, input_ids, position_ids)
     return [{"layer": number, **layer.choose()} for number, layer in sorted(found.items())]
+
+
+def calibrate_stage(job: Any, number: int, stage: Any, find: Callable[[list[Batch]], list[dict[str, Any]]]) -> Any:
+    """Carry out stage `number` of a training (see `loop.Job`); returns its part of the summary.
+
+    Args:
+        find: calibrates the job's model, as `calibrate` does.
+
+    Raises:
+        ModelError: a mixer's output isn't finite, naming its layer.
+    """
+    started = time.perf_counter()
+    stream, device = job.stream(stage.length), job.accelerator.device
+    if job.data is not None:
+        stream.load_state(job.data)
+    rows = [batch([row]) for row in stream.take(stage.rows)]
+    inputs = [{key: value.to(device) for key, value in row.items()} for row in rows]
+    job.model.eval()
+    try:
+        found = find([(one["input_ids"], one.get("position_ids")) for one in inputs])
+    except FloatingPointError as error:
+        raise ModelError(f"stage {number} (calibrate): {error}", "Convert the model again") from error
+    mixers = {name: parameter for name, parameter in job.model.named_parameters() if MIXER in name}
+    parallel.agree(mixers.values())
+    job.data = stream.state()
+    job.changed |= set(mixers)
+    if job.main:
+        place.write_json(job.work / place.CALIBRATION, found)
+    job.save(number + 1, 0, job.data)
+    seconds = round(time.perf_counter() - started, 1)
+    return summary.calibration(stage, found) | {"seconds": seconds, "peak_memory_bytes": peak_memory(device)}
 
 
 class _Layer:

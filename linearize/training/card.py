@@ -65,15 +65,16 @@ def card(
     """
     block = config["linearize"]
     record = block.get("training") or {}
-    teacher = str(record.get("teacher") or teacher or "the base model")
-    hub_id = teacher if _on_hub(teacher) else None
+    known = record.get("teacher") or teacher
+    teacher = str(known or "A language model")
+    hub_id = teacher if known and _on_hub(teacher) else None
     header = {"base_model": hub_id} if hub_id else {}
     header |= _licence(base_card, licence, hub_id)
     header |= {"library_name": "transformers", "tags": TAGS}
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---",
         f"# {inline(short(teacher).split('/')[-1])}, linearized",
-        _summary(config, teacher, hub_id, header),
+        _summary(config, code(short(teacher)) if known else teacher, hub_id, header),
         "## What was converted",
         *_layers(block),
         _yaml(block.get("recipe") or {}),
@@ -156,10 +157,10 @@ def _header(text: str | None) -> dict[str, Any]:
     return header if isinstance(header, dict) else {}
 
 
-def _summary(config: Mapping[str, Any], teacher: str, hub_id: str | None, header: Mapping[str, Any]) -> str:
+def _summary(config: Mapping[str, Any], shown: str, hub_id: str | None, header: Mapping[str, Any]) -> str:
     layers = config["linearize"]["layers"]
     converted = sum(bool(layer.get("mixer")) for layer in layers)
-    shown = f"[{hub_id}](https://huggingface.co/{hub_id})" if hub_id else code(short(teacher))
+    shown = f"[{hub_id}](https://huggingface.co/{hub_id})" if hub_id else shown
     text = f"{shown}, with linear attention in {converted} of its {len(layers)} attention layers, made by linearize."
     if header.get("license"):
         return f"{text} The base model's licence holds for this model, too."
@@ -186,7 +187,7 @@ def _training(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"{tokens:,} tokens in all. {what}"
     yield "\n".join(f"{number}. {_stage(stage)}" for number, stage in enumerate(stages, 1))
     if record.get("data"):
-        yield "The data:"
+        yield "The last training's data:"
         yield _yaml(_without_paths(record["data"]))
 
 

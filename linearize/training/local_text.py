@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
+import os
 import tempfile
 import zlib
 from array import array
@@ -24,12 +26,12 @@ def find(source: str) -> list[Path] | None:
     Raises:
         UsageError: there is no such file, or none with text in it.
     """
-    path, kinds = Path(source).expanduser(), ", ".join(SUFFIXES)
-    if path.is_file():
+    path, kinds = Path(os.path.expanduser(source)), ", ".join(SUFFIXES)
+    if os.path.isfile(path):  # unlike `is_file`, it takes a name that is too long for a disk for no file's
         if not source.endswith(SUFFIXES):
             raise UsageError(f"'{source}' (data.source) isn't text that can be read", f"Give a {kinds} file")
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         inside = ((each.relative_to(path), each) for each in path.rglob("*") if each.name.endswith(SUFFIXES))
         found = [
             each
@@ -96,7 +98,8 @@ class Lines:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UsageError(f"{where} isn't JSON ({first_line(error)})", "Check the file") from None
+            why = getattr(error, "msg", first_line(error))  # without its line, which counts from this document
+            raise UsageError(f"{where} isn't JSON ({why})", "Check the file") from None
         if not isinstance(row, dict):
             raise UsageError(f"{where} isn't a JSON object with a key '{self._column}'", "Check the file")
         return value_of(row, self._column, where)
@@ -117,7 +120,7 @@ class Text:
 
     def read(self, number: int) -> str:
         with _readable(self._path), _open(self._path) as file:
-            return file.read().decode("utf-8")
+            return file.read().decode("utf-8-sig")
 
 
 class Parquet:
@@ -146,7 +149,7 @@ class Parquet:
     def _load(self, streaming: bool) -> Any:
         load = load_dataset(str(self._path))
         try:
-            return load("parquet", data_files=str(self._path), split="train", streaming=streaming)
+            return load("parquet", data_files=glob.escape(str(self._path)), split="train", streaming=streaming)
         except Exception as error:
             why = first_line(error.__cause__ or error)
             raise UsageError(f"{self._path} can't be read as parquet ({why})", "Check the file") from None
@@ -209,7 +212,7 @@ def load_dataset(name: str) -> Any:
 
 
 def value_of(row: dict[str, Any], column: str, where: str) -> str:
-    """The text in a column; a missing value is an empty one.
+    """The text in a column; a missing value is an empty one, and half a surrogate pair, which no tokenizer takes, "?".
 
     Raises:
         UsageError: there is no such column, or it doesn't hold text.
@@ -219,7 +222,7 @@ def value_of(row: dict[str, Any], column: str, where: str) -> str:
     value = row[column]
     if value is not None and not isinstance(value, str):
         raise UsageError(f"'{column}' of {where} is a {type(value).__name__}, not text", "Name another data.column")
-    return value or ""
+    return (value or "").encode("utf-8", "replace").decode("utf-8")
 
 
 def _no_column(where: str, column: str, known: Sequence[str]) -> UsageError:

@@ -15,13 +15,14 @@ from torch import Tensor
 from linearize.errors import ModelError
 from linearize.modeling.compat import recompute_activations
 from linearize.training import parallel, state
+from linearize.training.finite import first_not_finite, is_finite
 from linearize.training.held_out import HeldOut
 from linearize.training.memory import peak_memory, reset_peak
 from linearize.training.metrics import Metrics
 from linearize.training.objectives import Logits, Runner, Transfer
 from linearize.training.packing import batch
 from linearize.training.place import CHECKPOINTS
-from linearize.training.schedule import factor
+from linearize.training.schedule import factor, steps_of
 from linearize.training.trainable import MIXER, choose, groups, plain_name
 
 
@@ -72,25 +73,13 @@ class Job:
         named = ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {name: parameter for name, parameter in named if name in self.changed}
 
-    def save(self, stage: int, step: int, data: dict[str, Any], optimizer: Any = None) -> None:
+    def save(self, stage: int, step: int, data: dict[str, Any] | None, optimizer: Any = None) -> None:
         """Write a training checkpoint from which `step` of `stage` comes next; every process has to take part."""
         from linearize_evals import processes
 
         parameters = parallel.gather(self.trained(), keep=self.main)
         position = {"stage": stage, "step": step, "data": data, "changed": sorted(self.changed)}
         processes.first(lambda: state.save(self.checkpoints, parameters, optimizer, position, self.recipe.keep))
-
-
-def steps_of(settings: Any) -> int:
-    """Optimiser steps of a stage: as many as see at least its tokens."""
-    return math.ceil(settings.tokens / (settings.batch * settings.length))
-
-
-def tokens_of(settings: Any) -> int:
-    """Tokens that a stage sees; of a calibration, those of its rows."""
-    if settings.stage == "calibrate":
-        return settings.rows * settings.length
-    return steps_of(settings) * settings.batch * settings.length
 
 
 def train_stage(job: Job, number: int, settings: Any, begin: int = 0, optimizer_state: Any = None) -> dict[str, Any]:
@@ -122,7 +111,7 @@ class Stage:
         self.module = parallel.wrap(job.runner, job.accelerator, by_hand=self.local or job.sharded)
         self.parameters = parameters
         self.apart = parallel.apart(parameters.values(), self.module)
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer: Any = torch.optim.AdamW(
             groups(self.parameters, settings.lr, getattr(settings, "mixer_lr", None)),
             lr=settings.lr,
             betas=settings.betas,
@@ -180,18 +169,18 @@ class Stage:
             group["lr"] = group["base_lr"] * rate
         losses: Any = 0.0
         figures: Any = None
+        given: list[tuple[Tensor, Tensor | None]] = []
         for start in range(0, len(mine), settings.micro_batch):
             rows = mine[start : start + settings.micro_batch]
             inputs = {key: value.to(accelerator.device) for key, value in batch(rows).items()}
+            given.append((inputs["input_ids"], inputs.get("position_ids")))
             share = len(rows) / settings.batch
             try:
                 with parallel.accumulating(self.module, last=start + len(rows) == len(mine)):
                     if self.transfer is not None:
-                        loss = self.module(self.transfer, inputs["input_ids"], inputs.get("position_ids"), share)
+                        loss = self.module(self.transfer, *given[-1], share)
                     else:
-                        loss, seen = self.module(
-                            self.logits, inputs["input_ids"], inputs.get("position_ids"), share * world
-                        )
+                        loss, seen = self.module(self.logits, *given[-1], share * world)
                         loss.backward()
                         loss, figures = loss.detach()[None] / world, seen if figures is None else figures + seen
             except FloatingPointError as error:
@@ -200,13 +189,11 @@ class Stage:
         parallel.sum_gradients(self.apart, accelerator, mean=not self.local)
         losses = accelerator.reduce(losses, "sum")
         figures = None if figures is None else accelerator.reduce(figures, "sum")
-        bad = (~losses.isfinite()).nonzero().flatten().tolist()
-        if bad:
-            where = f"{self.transfer.names[bad[0]]} of " if self.transfer is not None else ""
-            raise self._not_finite(step, f"the loss of {where}the step is NaN or infinite")
+        if not is_finite(losses):
+            raise self._not_finite(step, f"the loss is NaN or infinite: {self._where(losses, given)}")
         norm = self._clip()
         if not math.isfinite(norm):
-            bad = [name for name, p in self.parameters.items() if p.grad is not None and not _finite(p.grad)]
+            bad = [name for name, p in self.parameters.items() if p.grad is not None and not is_finite(p.grad)]
             raise self._not_finite(step, f"the gradient of {bad[0] if bad else 'a layer'} is NaN or infinite")
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -218,6 +205,13 @@ class Stage:
         for name, parameter in self.parameters.items():
             parts.setdefault(name.partition(MIXER)[0] if self.local else "", []).append(parameter)
         return float(torch.stack([parallel.clip(own, self.settings.clip) for own in parts.values()]).max())
+
+    def _where(self, losses: Tensor, given: list[tuple[Tensor, Tensor | None]]) -> str:
+        """Which layer a loss that isn't finite comes from."""
+        if self.transfer is not None:
+            return self.transfer.names[int((~losses.isfinite()).nonzero()[0])]
+        found = [self.module(first_not_finite, self.job.model, *one) for one in given]
+        return next((text for text in found if text.startswith(("layer", "converted"))), found[0])
 
     def _not_finite(self, step: int, what: str) -> ModelError:
         kept = state.checkpoints(self.job.checkpoints)
@@ -291,8 +285,3 @@ class Stage:
         self.module = self.job.runner
         for parameter in self.job.model.parameters():
             parameter.grad = None
-
-
-def _finite(gradient: Any) -> bool:
-    """Whether this process's part of a gradient is."""
-    return bool((gradient.to_local() if hasattr(gradient, "to_local") else gradient).isfinite().all())

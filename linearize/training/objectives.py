@@ -105,19 +105,19 @@ class Logits:
         """The loss times `share`, and (3,) figures: the sums of KL and cross-entropy, and the number of labels."""
         kind = input_ids.device.type
         with torch.autocast(kind, self.dtype) if self.dtype is not None else nullcontext():
-            aim = None
-            if self.ce < 1:
-                known = self._teacher_states(input_ids, position_ids).flatten(0, 1)
-
-                def aim(part: slice) -> Tensor:  # LoRA is never on the head, so that the student's is the teacher's
-                    return self.with_teacher(head, known[part][None])[0]
-
+            aim = self._aim(input_ids, position_ids) if self.ce < 1 else None
             hidden = hidden_states(self.model, input_ids, position_ids)
             labels = targets(input_ids, position_ids)
             loss, figures = logit_loss(
                 self.model, hidden, labels, teacher=aim, temperature=self.temperature, ce=self.ce
             )
         return loss * (share / input_ids.numel()), figures
+
+    def _aim(self, input_ids: Tensor, position_ids: Tensor | None) -> Callable[[slice], Tensor]:
+        """Gives the teacher's logits (n, V) of a slice of the B T tokens."""
+        known = self._teacher_states(input_ids, position_ids).flatten(0, 1)
+        # LoRA is never on the head, so that the student's is the teacher's.
+        return lambda part: self.with_teacher(head, known[part][None])[0]
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, position_ids: Tensor | None, teacher: bool) -> Tensor:

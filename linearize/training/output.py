@@ -11,7 +11,7 @@ from typing import Any
 
 from linearize.checkpoint import INDEX, read_json
 from linearize.conversion import to_json
-from linearize.digest import Meter, Progress
+from linearize.digest import Meter, Progress, sha256_all
 from linearize.errors import ModelError, ResourceError, UsageError
 from linearize.family import base_type
 from linearize.faults import BadFiles
@@ -61,6 +61,8 @@ def read_converted(checkpoint: str | Path) -> Source:
     """
     from linearize.modeling.classes import BLOCK, checked_block
 
+    if not os.path.lexists(checkpoint):
+        raise ModelError(f"there is no folder {checkpoint}", "Give one that `linearize convert` wrote")
     source = from_path(Path(checkpoint), allow_converted=True)
     if source.gguf or not source.config.get(BLOCK):
         raise ModelError(f"{checkpoint} isn't a converted model", "Convert it first: linearize convert MODEL -o OUT")
@@ -145,9 +147,16 @@ def joined(before: Mapping[str, Any] | None, record: Mapping[str, Any], *, base_
     return {
         **record,
         "base_weights": CHANGED if changed else UNCHANGED,
-        "teacher": before.get("teacher") or record.get("teacher"),
+        "teacher": before.get("teacher") or _named(record.get("teacher")),
         "stages": [*before.get("stages", ()), *record.get("stages", ())],
     }
+
+
+def _named(teacher: str | None) -> str | None:
+    """A model's name that, read in another folder, isn't taken for a Hub id: `models/base` there is somebody else's."""
+    if teacher is None or teacher.startswith((".", "~")) or not os.path.lexists(teacher):
+        return teacher
+    return os.path.join(".", teacher)
 
 
 def _base_files(
@@ -251,20 +260,24 @@ def replace_card(folder: str | Path, text: str, *, progress: Progress | None = N
         Notes on what couldn't be cleaned up.
 
     Raises:
-        ModelError: a file is missing.
+        ModelError: a file is missing, or isn't what the manifest says: a new manifest would declare it sound.
         UsageError: it holds files that the manifest doesn't list, which would be lost.
         ResourceError: the disk refuses.
     """
     place = survey(folder).path
     try:
-        names = set(read_json(place, MANIFEST)["files"]) - {CARD, MANIFEST}
-    except (BadFiles, KeyError, TypeError) as error:
+        listed = {name: entry["sha256"] for name, entry in read_json(place, MANIFEST)["files"].items()}
+    except (BadFiles, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{place} isn't as linearize wrote it ({error})", "Make it again") from None
+    names = set(listed) - {CARD, MANIFEST}
     found = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_symlink() or not path.is_dir()}
     if missing := sorted(names - found):
         raise ModelError(f"{place} lacks {missing[0]}, which its manifest lists", "Make it again")
     if strangers := sorted(found - names - {CARD, MANIFEST}):
         raise UsageError(f"{place} holds {strangers[0]}, which linearize didn't write", "Move it somewhere else")
+    digests = sha256_all({name: place / name for name in sorted(names)}, "check", progress)
+    if changed := [name for name, digest in digests.items() if digest != listed[name]]:
+        raise ModelError(f"{place / changed[0]} isn't as linearize wrote it any more", "Make it again")
     stage = Stage(place, force=True, progress=progress)
     try:
         for name in sorted(names):

@@ -201,29 +201,36 @@ class _End:
 
     def tell(self, error: Exception) -> Exception:
         """Let all know of an error in this process; returns it, or what failed before it in another one."""
+        error = _gone() if any(text in str(error) for text in _LOST) else error
         what, fix = (error.what, error.fix) if isinstance(error, LinearizeError) else (repr(error), "")
         kind = type(error).__name__ if isinstance(error, LinearizeError) else LinearizeError.__name__
-        mine = json.dumps([self.rank, kind, what, fix])
-        others = [f"{_LEFT}/{rank}" for rank in range(self.world) if rank != self.rank]
         try:
-            first = json.loads(self.store.compare_set(_FAILURE, "", mine))
-            if first[0] != self.rank:
-                self.store.set(f"{_LEFT}/{self.rank}", "")
-                return self._as_error(first)
-            until = time.monotonic() + PATIENCE_S
-            while time.monotonic() < until and not self.store.check(others):
-                time.sleep(POLL_S / 10)
+            first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps([self.rank, kind, what, fix])))
         except distributed.DistError:
             return _gone()
-        return _gone() if any(text in str(error) for text in _LOST) else error
+        with suppress(distributed.DistError):
+            self._leave(first[0])
+        return error if first[0] == self.rank else self._as_error(first)
+
+    def _leave(self, failed: int) -> None:
+        """Say that this process leaves. Two wait until the others have: the one that failed, and the first, which may
+        hold the store."""
+        self.store.set(f"{_LEFT}/{self.rank}", "")
+        if self.rank in (0, failed):
+            others = [f"{_LEFT}/{rank}" for rank in range(self.world) if rank not in (self.rank, failed)]
+            until = time.monotonic() + PATIENCE_S
+            while not self.store.check(others) and time.monotonic() < until:
+                time.sleep(POLL_S / 10)
+            if self.rank != failed:
+                time.sleep(POLL_S)  # until it has seen that all others have left
 
     def _watch(self) -> None:
-        with suppress(Exception):  # the process that holds the store is gone
+        with suppress(distributed.DistError):  # the process that holds the store is gone
             while not self.over.wait(POLL_S):
                 if self.store.check([_FAILURE]):
                     first = json.loads(self.store.get(_FAILURE))
                     if first[0] != self.rank:
-                        self.store.set(f"{_LEFT}/{self.rank}", "")
+                        self._leave(first[0])
                         sys.stdout.flush()
                         os._exit(self._as_error(first).exit_code)
                     return

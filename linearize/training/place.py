@@ -56,7 +56,7 @@ def check(
         ResourceError: a disk is too small, or another process works in `work`.
         NetworkError: the data set can't be loaded.
     """
-    from linearize.training import blockwise
+    from linearize.training import blocks
 
     checks.check_packages(recipe)
     changes = any(_changes(stage) for stage in recipe.train)
@@ -67,7 +67,7 @@ def check(
     checks.check_text(checkpoint, recipe)
     checks.check_teachers(checkpoint, recipe)
     checks.check_space(work, model, recipe)
-    blockwise.check(source, work, recipe, device)
+    blocks.check(source, work, recipe, device)
     held.enter_context(_lock(work))
     if not resume:
         _clear(work)

@@ -1,8 +1,21 @@
-"""Learning rates over the steps of a stage."""
+"""The steps of a stage, and the learning rates over them."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+
+def steps_of(settings: Any) -> int:
+    """Optimiser steps of a stage: as many as see at least its tokens."""
+    return math.ceil(settings.tokens / (settings.batch * settings.length))
+
+
+def tokens_of(settings: Any) -> int:
+    """Tokens that a stage sees; of a calibration, those of its rows."""
+    if settings.stage == "calibrate":
+        return settings.rows * settings.length
+    return steps_of(settings) * settings.batch * settings.length
 
 
 def factor(schedule: str, step: int, steps: int, *, warmup: float, decay: float, least: float) -> float:

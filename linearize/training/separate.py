@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from linearize.errors import UsageError
 from linearize.modeling.attach import SWITCH
@@ -35,9 +36,19 @@ def check_separate(model: Any) -> None:
     try:
         with bypass(model) if SWITCH in vars(model) else nullcontext():
             rows = [torch.cat([before, second])[None].to(embedding.device) for before in (first, other)]
-            one, two = (hidden_states(model, row, positions)[0, TOKENS:].float() for row in rows)
+            one, two = (hidden_states(model, row, positions) for row in rows)
     finally:
         model.train(training)
+    check_second(model, one, two)
+
+
+def check_second(model: Any, one: Tensor, two: Tensor) -> None:
+    """Refuse a model for which the second document of two rows (1, 2 TOKENS, ...) depends on the first.
+
+    Raises:
+        UsageError: as `check_separate`.
+    """
+    one, two = (hidden[0, TOKENS:].float() for hidden in (one, two))
     if float(((one - two).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-6)).max()) > TOLERANCE:
         raise UsageError(
             f"data.separate: in {model.config.model_type} models the documents of a row see each other",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any
 
 import torch
 
-from linearize.errors import ModelError
-from linearize.training import blockwise, models, output, parallel, place, sharding, state, summary
-from linearize.training.calibrate import calibrate
+from linearize.training import blocks, blockwise, models, output, parallel, place, sharding, state, summary
+from linearize.training.calibrate import calibrate, calibrate_stage
 from linearize.training.held_out import HeldOut
-from linearize.training.loop import Job, tokens_of, train_stage
-from linearize.training.memory import peak_memory
+from linearize.training.loop import Job, train_stage
 from linearize.training.metrics import Metrics, plot, read
 from linearize.training.objectives import Runner
-from linearize.training.packing import batch
+from linearize.training.schedule import tokens_of
 from linearize.training.separate import check_separate
 from linearize.training.stream import Stream, held_out
 from linearize.training.trainable import MIXER, add_lora
@@ -135,11 +132,16 @@ class Session:
 
         held, self.autocast, text = models.precision(self.recipe, self.work, self.device)
         self.keep(text)
-        self.by_blocks = processes.same(blockwise.suffices(self.recipe, self.work / place.TEACHER_TEXT))
+        self.by_blocks = processes.same(blocks.suffices(self.recipe, self.work / place.TEACHER_TEXT))
         if self.by_blocks:
             self.sharded = False
             self.keep("the model is loaded block by block, and held-out rows aren't looked at")
-            return Runner(processes.everywhere(lambda: blockwise.skeleton(self.checkpoint, held, self.device)))
+            model = processes.everywhere(lambda: blocks.skeleton(self.checkpoint, held, self.device))
+            if self.recipe.data.separate:
+                processes.everywhere(lambda: blocks.check_apart(self.checkpoint, model, self.device))
+            return Runner(model)
+        if any(map(blocks.is_blockwise, self.recipe.train)):
+            self.keep("`block` saves no memory: a stage, or data.source: teacher, needs the whole model")
         if self.recipe.shard and not self.sharded:
             self.keep("nothing is sharded, since there is only one process")
         return self._runner(self.checkpoint, held)
@@ -218,7 +220,7 @@ class Session:
     def _stage(self, job: Job, number: int, stage: Any, step: int, optimizer: Any) -> dict[str, Any]:
         if stage.stage == "calibrate":
             return self._calibrate(job, number, stage)
-        if blockwise.is_blockwise(stage):
+        if blocks.is_blockwise(stage):
             return blockwise.train_blocks(job, number, stage, self.checkpoint, step, optimizer)
         if getattr(stage, "teacher", SELF) != SELF:
             job.teacher = self._runner(stage.teacher, self.autocast or job.model.dtype)
@@ -242,29 +244,12 @@ class Session:
         return optimizer
 
     def _calibrate(self, job: Job, number: int, stage: Any) -> dict[str, Any]:
-        started = time.perf_counter()
-        stream = job.stream(stage.length)
-        if job.data is not None:
-            stream.load_state(job.data)
-        rows = stream.take(stage.rows)
-        inputs = [{key: value.to(self.device) for key, value in batch([row]).items()} for row in rows]
-        job.model.eval()
-        try:
-            batches = [(one["input_ids"], one.get("position_ids")) for one in inputs]
+        def find(batches: list[Any]) -> list[dict[str, Any]]:
             if self.by_blocks:
-                found = blockwise.calibrate_blocks(job, self.checkpoint, batches)
-            else:
-                found = job.runner(calibrate, job.model, batches)
-        except FloatingPointError as error:
-            raise ModelError(f"stage {number} (calibrate): {error}", "Convert the model again") from error
-        parallel.agree(p for name, p in job.model.named_parameters() if MIXER in name)
-        job.data = stream.state()
-        job.changed |= {name for name, _ in job.model.named_parameters() if MIXER in name}
-        if job.main:
-            place.write_json(self.work / place.CALIBRATION, found)
-        job.save(number + 1, 0, job.data)
-        seconds = round(time.perf_counter() - started, 1)
-        return summary.calibration(stage, found) | {"seconds": seconds, "peak_memory_bytes": peak_memory(self.device)}
+                return blockwise.calibrate_blocks(job, self.checkpoint, batches)
+            return job.runner(calibrate, job.model, batches)
+
+        return calibrate_stage(job, number, stage, find)
 
     def _write(self, job: Job, stages: list[dict[str, Any]], force: bool, teacher: str | None) -> dict[str, Any]:
         """The trained model in OUT, a figure, and the summary; the first process writes."""

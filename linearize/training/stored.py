@@ -63,7 +63,8 @@ class File:
             what = f"hidden states are {rows.dtype} {list(rows.shape[1:])}, not {self.dtype} {list(self.shape)}"
             raise ModelError(what, "Train this model without train.N.block")
         with disk_errors(self.path):
-            self._file.write(memoryview(rows.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            data: Any = rows.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            self._file.write(data)
 
     def flush(self) -> None:
         """Wait until everything written is on the disk."""
@@ -92,7 +93,7 @@ class Rows:
 
     def fill(self, stream: Any, count: int, at_once: int, tick: Callable[[int], None]) -> None:
         """Take `count` rows from a stream, `at_once` ones at a time, unless that was done before."""
-        if not self._facts.exists():
+        if not self._facts.exists() or self._file.rows < count:
             self._file.open(0, cut=True)
             for done in range(0, count, at_once):
                 rows = stream.take(at_once)

@@ -139,7 +139,7 @@ class Stream:
             return _Front(0, Spot())
         packer = Packer(_front_segments(self._source, self._encoder), tokens, False)
         if packer.row() is None:
-            raise _too_little(self._data, self._length)
+            raise _too_little(self._data, tokens // self._data.held_out)
         return _Front(packer.key.number, packer.spot)
 
 

@@ -70,11 +70,13 @@ def test_train_writes_beside_the_checkpoint_s_name_and_prints_json(run, called):
 
 
 def test_run_passes_on_what_is_typed_and_shows_every_step(run, called):
-    ran = run("run", "smollm2-135m/hybrid-25", "-o", "OUT", "--model", "~/m", "--data", "x.txt", "--set", "keep=5")
+    ran = run("run", "smollm2-135m/hybrid-25", "-o", "OUT", "--model", "~/m", "--data", "x.txt", "--set", "keep=5",
+              "--device", "cpu")  # fmt: skip
     assert ran.code == 0, ran.err
     (call,) = called
     recipe, out = call["arguments"]
     assert (recipe.model, recipe.data.source, recipe.keep, out, call["resume"]) == ("~/m", "x.txt", 5, "OUT", False)
+    assert call["device"] == "cpu"
     assert "convert  kept (the same as before)\n" in ran.out
     assert "train    done in 5 min (the recipe's train has changed)\n" in ran.out
     assert "101.20 -> 34.00" in ran.out
@@ -89,6 +91,8 @@ def test_run_passes_on_what_is_typed_and_shows_every_step(run, called):
         ("--set train.1.lr=0", "error: --set train.1.lr: must be more than 0, not 0"),
         ("--set train.9.lr=1", "Choose train.0 (calibrate), train.1 (transfer), train.2 (distill)"),
         ("--data x --set data.source=y", "data.source is given twice"),
+        ("--data x --set data={held_out:2}", "--set data would replace what --data gives"),
+        ("--set train.1.lr=1 --set train=[]", "--set train would replace what --set train.1.lr gives"),
         ("--set train.1.trains=lora", "stage transfer has no trains; distill and finetune have it"),
         ("--set train=[]", "has no section train"),
         ("--import no_such_module", "--import no_such_module failed"),
@@ -154,6 +158,9 @@ def test_cp_copies_a_recipe_with_its_reasons_and_never_overwrites(run, tmp_path)
     assert (tmp_path / "hybrid-25.yaml").read_bytes() == original
     ran = run("recipes", "cp", name, tmp_path / "no" / "r.yaml")
     assert (ran.code, "No such file or directory" in ran.err) == (2, True)
+    for other, said in ((tmp_path / "no", "there is no recipe"), (tmp_path, "Is a directory"), (__file__, "YAML")):
+        ran = run("recipes", "cp", other, tmp_path / "copy.yaml")
+        assert (ran.code, said in ran.err, (tmp_path / "copy.yaml").exists()) == (2, True, False), ran.err
     ran = run("recipes", "cp", "smollm2-135m/hybrid-52", mine)
     assert (ran.code, "did you mean 'smollm2-135m/hybrid-25'?" in ran.err) == (2, True)
 

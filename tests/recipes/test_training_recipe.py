@@ -175,6 +175,7 @@ def test_overrides_reach_into_sections(write):
         assert "train.0 (calibrate), train.1 (transfer), train.2 (distill)" in said
     assert "data.source needs a value" in problem(file, {"data.source": ""})
     assert "train.1.lr (an override): must be a number, not None" in problem(file, {"train.1.lr": "null"})
+    assert load_recipe(file, {"train.1.clip": None, "eval": None, "window": None}).train[1].clip is None
     assert "no such entry" in problem(None, {"train.0.lr": "1"})
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -17,7 +19,7 @@ import linearize
 from tests.evals.engine import VOCAB, byte_tokenizer, tiny
 from tests.families import tiny_config
 
-WORDS = "red green blue small large old new ship house river stone bird walks sings holds under over with".split()
+WORDS = ["red", "green", "blue", "small", "large", "old", "ship", "house", "river", "bird", "walks", "holds", "under"]
 HEDGEHOG = {"mixer": "window", "feature_map": "hedgehog", "window": 6, "sinks": 1, "keep_softmax": [1]}
 LENGTH, BATCH = 32, 2
 CALIBRATE = {"stage": "calibrate", "rows": 2, "length": LENGTH}
@@ -83,13 +85,20 @@ def recipe(checkpoint: Path, *stages: dict[str, Any], **settings: Any) -> dict[s
     return {"data": data, "train": list(stages), "every": every, "precision": "float32", **settings}
 
 
-def train(checkpoint: Path, out: Path, *stages: dict[str, Any], device: str = "cpu", **settings: Any) -> dict[str, Any]:
-    """What `session.train` says; `resume`, `force` and other arguments of it go among the settings."""
-    from linearize.training.session import train as start
+def train(
+    checkpoint: Path, out: Path, *stages: dict[str, Any], device: str = "cpu", figure: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """What `session.train` says; `resume`, `force` and other arguments of it go among the settings.
+
+    A figure takes as long as everything else, and is drawn on demand.
+    """
+    from linearize.training import session
 
     names = ("resume", "force", "work", "note", "overrides", "teacher")
     options = {name: settings.pop(name) for name in names if name in settings}
-    return start(checkpoint, out, recipe=recipe(checkpoint, *stages, **settings), device=device, **options)
+    asked = recipe(checkpoint, *stages, **settings)
+    with nullcontext() if figure else mock.patch.object(session, "plot"):
+        return session.train(checkpoint, out, recipe=asked, device=device, **options)
 
 
 def work(out: Path) -> Path:

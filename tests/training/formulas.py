@@ -12,7 +12,7 @@ import linearize
 
 @torch.no_grad()
 def attention_of(model, ids: Tensor) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-    """(layer, q, k, v) of each converted layer, (1, T, heads, D) after RoPE, where the base model runs on ids (1, T)."""
+    """(layer, q, k, v) of each converted layer where the base model runs on ids (1, T): (1, T, heads, D) after RoPE."""
     seen: dict[str, Tensor] = {}
     handles = []
     width = model.config.head_dim

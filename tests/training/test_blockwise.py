@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import linearize
 from linearize.errors import ModelError, ResourceError, UsageError
@@ -21,11 +20,10 @@ from linearize.modeling import chain as chains
 from linearize.modeling.chain import chain
 from linearize.modeling.observe import observing
 from linearize.target import Destination
-from linearize.training import blockwise, session
+from linearize.training import blocks, blockwise, session
 from linearize.training.head import hidden_states
 from linearize.verification import verify
-from tests.evals.engine import VOCAB, byte_tokenizer
-from tests.families import tiny_config, tiny_model
+from tests.families import tiny_model
 from tests.modeling.test_families import CONVERTED, WINDOW, recipe_for
 from tests.training import engine
 from tests.training.engine import CALIBRATE, LENGTH, TRANSFER
@@ -91,7 +89,7 @@ def watch(monkeypatch):
             seen.append(sorted({int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}))
             return part
 
-        monkeypatch.setattr(blockwise, "load_part", load_part)
+        monkeypatch.setattr(blocks, "load_part", load_part)
         monkeypatch.setattr(linearize, "load", lambda *args, **kwargs: pytest.fail("the whole model was loaded"))
         return seen
 
@@ -105,6 +103,8 @@ def test_mixers_are_those_of_the_whole_model(llama, whole, watch, tmp_path, size
     same(mixers(out), mixers(whole[0]))
     start = mixers(llama)
     assert all(not torch.equal(value, start[name]) for name, value in mixers(out).items())
+    apart, loads = loads[:2], loads[2:]
+    assert apart == [[0], [2]]  # a converted layer and one with softmax, to see whether documents are kept apart
     assert loads == 2 * [list(range(begin, min(begin + size, 4))) for begin in range(0, 4, size)]
     assert verify(out) == []
     for path in llama.glob("model-base*"):
@@ -142,23 +142,12 @@ def test_metrics_are_those_of_the_whole_model_cut_into_blocks(llama, whole, tmp_
     ],
 )
 def test_families(watch, tmp_path, family, size, separate):
-    checkpoint = small(tmp_path, family)
+    checkpoint = engine.family(tmp_path, family)
     data = {"separate": separate}
     engine.train(checkpoint, tmp_path / "whole", *STAGES, data=data)
     watch()
     engine.train(checkpoint, tmp_path / "out", *by(size), data=data)
     same(mixers(tmp_path / "out"), mixers(tmp_path / "whole"))
-
-
-def small(folder, family):
-    config = tiny_config(family)
-    config.vocab_size = VOCAB
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-    byte_tokenizer().save_pretrained(folder / "base")
-    linearize.convert(folder / "base", folder / "converted", recipe=recipe_for(config, WINDOW))
-    engine.text(folder / "text.txt")
-    return folder / "converted"
 
 
 @pytest.mark.slow
@@ -209,6 +198,7 @@ class Stopped(BaseException):
         (STEPS + 4, ""),  # in the second one
         (STEPS + 3, "*.float32"),  # hidden states
         (3 * STEPS + 3, "[0-9]*"),
+        (STEPS + 3, "rows-0"),
         (3 * STEPS + 3, "*"),  # the rows, too
     ],
 )
@@ -279,9 +269,10 @@ def test_processes_share_the_rows(llama, whole, tmp_path):
 def test_a_later_stage_that_needs_the_whole_model_gets_it(llama, tmp_path):
     more = {"stage": "finetune", "tokens": TOKENS, "length": LENGTH, "batch": 4, "trains": "mixers"}
     for name, stages in (("whole", [*STAGES, more]), ("blocks", by(1, more))):
-        engine.train(llama, tmp_path / name, *stages)
+        notes = engine.train(llama, tmp_path / name, *stages)["notes"]
+        assert any("saves no memory" in note for note in notes) == (name == "blocks")
     same(mixers(tmp_path / "blocks"), mixers(tmp_path / "whole"))
-    with pytest.raises(UsageError, match=r"train.1.block: with shard: true"):
+    with pytest.raises(UsageError, match=r"train.1.block: something else .* needs the whole model"):
         engine.train(llama, tmp_path / "sharded", *by(1, more), shard=True)
     assert not engine.work(tmp_path / "sharded").exists()
 
@@ -291,7 +282,7 @@ def test_a_later_stage_that_needs_the_whole_model_gets_it(llama, tmp_path):
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(llama, tmp_path, monkeypatch):
     free = []
-    monkeypatch.setattr(blockwise, "survey", lambda path: Destination(path, path, 0, free[-1], False))
+    monkeypatch.setattr(blocks, "survey", lambda path: Destination(path, path, 0, free[-1], False))
     rows = STEPS * 4
     needed = rows * LENGTH * (2 * 64 * 4 + 8)  # two files of 64 fp32 values for each token, its id and position
     free.append(needed - 1)
@@ -303,11 +294,21 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(llama, t
 
 
 def test_a_family_whose_layers_share_keys_is_refused(tmp_path):
-    checkpoint = small(tmp_path, "gemma4_text")
+    checkpoint = engine.family(tmp_path, "gemma4_text")
     with pytest.raises(ModelError, match=r"^train.1.block: .* layer 2 reads more of what earlier") as caught:
         engine.train(checkpoint, tmp_path / "out", *by(1))
     assert caught.value.fix == "Leave train.1.block out"
     assert not engine.work(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["opt", "lfm2"])
+def test_families_whose_documents_see_each_other_are_refused(watch, tmp_path, family):
+    """OPT's masks don't look at positions; LFM2 has convolutions, in its second layer."""
+    checkpoint = engine.family(tmp_path, family)
+    loads = watch() if family == "lfm2" else []
+    with pytest.raises(UsageError, match="the documents of a row see each other"):
+        engine.train(checkpoint, tmp_path / "out", *by(1))
+    assert loads in ([], [[0], [1]])
 
 
 def test_states_that_are_shorter_than_they_were_are_an_error(llama, tmp_path, monkeypatch):

@@ -37,7 +37,10 @@ def test_the_teacher_needs_no_check():
     refused("teacher", "nothing was sampled", how=open_source)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "./folder", "/no/such", "~/nowhere.parquet"])
+LONG = "a" * 5000 + ".txt"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "./folder", "/no/such", "~/no.parquet", "~nobody/x", LONG])
 def test_a_missing_file_is_no_data_set(name):
     refused(name, f"there is no text file '{name}' (data.source)", ".jsonl")
 
@@ -88,6 +91,24 @@ def test_what_can_t_be_read(tmp_path, name, content):
     if name.endswith(".parquet"):
         pytest.importorskip("datasets")
     refused(path, str(path))
+
+
+def test_text_that_editors_and_crawlers_write(tmp_path):
+    """A byte order mark is no text, and no tokenizer takes half a surrogate pair."""
+    write(tmp_path / "a.txt", b"\xef\xbb\xbfx")
+    write(tmp_path / "b.jsonl", '{"text": "x\\ud800y \\ud83d\\ude00"}\n')
+    found = open_source(Data(source=str(tmp_path), shuffle=False))
+    assert [each.text for each in found.walk(None)] == ["x", "x?y \U0001f600"]
+
+
+def test_the_name_of_a_parquet_file_is_no_pattern(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name in ("x[1].parquet", "x*1.parquet", "x_1.parquet"):
+        with open(tmp_path / name, "wb") as file:
+            datasets.Dataset.from_dict({"text": [name]}).to_parquet(file)
+    for name in ("x[1].parquet", "x*1.parquet"):
+        check(Data(source=str(tmp_path / name)))
+        assert [each.text for each in open_source(Data(source=str(tmp_path / name))).walk(None)] == [name]
 
 
 def test_one_bad_file_of_a_folder(tmp_path):

@@ -107,7 +107,8 @@ def test_checkpoints(made, refused, tmp_path):
 
 
 def test_models_with_nothing_to_train(refused, tmp_path):
-    favor = engine.checkpoint(tmp_path / "favor", recipe={"mixer": "linear", "feature_map": "favor", "keep_softmax": "none", "window": None, "sinks": None})  # fmt: skip
+    recipe = {"mixer": "linear", "feature_map": "favor", "keep_softmax": "none", "window": None, "sinks": None}
+    favor = engine.checkpoint(tmp_path / "favor", recipe=recipe)
     said = "trains mixers, and those of this model (linear with favor) have nothing to train"
     refused(favor, 2, f"train.1 (transfer) {said}", CALIBRATE, TRANSFER)
     refused(favor, 2, f"train.0 (distill) {said}", {**DISTILL, "trains": "mixers", "lora": {}})
@@ -227,7 +228,7 @@ def test_families_that_keep_documents_apart_pass(family):
 
 def test_a_training_asks_whether_documents_are_apart(tmp_path):
     opt = engine.family(tmp_path / "m", "opt")
-    with pytest.raises(UsageError, match="Set data.separate to false"):
+    with pytest.raises(UsageError, match="see each other"):
         engine.train(opt, tmp_path / "out", TRANSFER)
     engine.train(opt, tmp_path / "out", TRANSFER, data={"separate": False})
     assert len(engine.losses(tmp_path / "out")) == 4

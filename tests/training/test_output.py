@@ -251,6 +251,8 @@ def test_evaluation_judges_a_kept_adapter_too(tmp_path):
     adapted = with_lora(checkpoint)
     write(adapted.get_base_model(), checkpoint, tmp_path / "out", record=RECORD, adapter=adapted, base_changed=False)
     loaded = load_model(tmp_path / "out", device="cpu", dtype=torch.float32)
+    (tmp_path / "m" / "adapter").mkdir()  # in a folder that isn't linearize's it may be anything
+    load_model(tmp_path / "m", device="cpu", dtype=torch.float32)
     assert not any("lora_" in name for name, _ in loaded.named_parameters())
     ids = tokens(2, 40)
     torch.testing.assert_close(logits(loaded, ids), logits(adapted, ids), rtol=0, atol=1e-5)
@@ -321,12 +323,27 @@ def test_weights_that_have_changed_once_stay_changed(tmp_path):
     assert joined(None, more, base_changed=False) == more
 
 
+def test_a_local_teacher_is_not_taken_for_a_hub_id_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    checkpoint = converted(tmp_path)
+    done = write(trained(checkpoint), checkpoint, tmp_path / "out", record={**RECORD, "teacher": "models/base"},
+                 base_changed=False)  # fmt: skip
+    assert done["training"]["teacher"] == "./models/base"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    write(trained(tmp_path / "out"), tmp_path / "out", tmp_path / "more", record=RECORD, base_changed=False)
+    text = (tmp_path / "more" / "README.md").read_text()
+    assert "base_model" not in text
+    assert "# base, linearized" in text
+
+
 def test_a_converted_folder_is_nobodys_teacher(tmp_path):
     checkpoint = converted(tmp_path)
     record = {**RECORD, "teacher": str(checkpoint)}
     done = write(trained(checkpoint), checkpoint, tmp_path / "out", record=record, base_changed=False)
     assert done["training"]["teacher"] is None
-    assert "# the base model, linearized" in (tmp_path / "out" / "README.md").read_text()
+    assert "# A language model, linearized" in (tmp_path / "out" / "README.md").read_text()
 
 
 def broken(model, name, value):

@@ -56,6 +56,7 @@ class Steps:
         (work / "run.json").write_text("{}")
         if self.interrupt == "train":
             raise KeyboardInterrupt
+        (work / "summary.json").write_text("{}")
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -120,6 +121,8 @@ def test_a_run_makes_everything_once(base, tmp_path, steps):
     before = tree(tmp_path / "out")
     again = pipeline.run(RECIPE, tmp_path / "out", model=base, note=told.append, resume=True)
     assert did(again) == []
+    seconds = {step["step"]: step["seconds"] for step in first["steps"]}
+    assert all(0 < one < 600 for one in seconds.values())
     assert set(reasons(again).values()) == {"made from the same before", "it says all of this already"}
     assert steps.calls == ["train", "eval"]
     assert tree(tmp_path / "out") == before
@@ -172,6 +175,21 @@ def test_text_that_changed_is_trained_on_again(base, tmp_path, steps):
     assert reasons(result)["train"] == "data's files: changed"
 
 
+def test_of_a_folder_only_the_text_counts_and_home_is_found(base, tmp_path, steps, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("One text.\n" * 9)
+    with pytest.raises(UsageError, match="lies in the folder of its data"):
+        pipeline.run(RECIPE, tmp_path / "texts" / "out", model=base, data="~/texts")
+    assert not (tmp_path / "texts" / "out").exists()
+    pipeline.run(RECIPE, tmp_path / "out", model=base, data="~/texts")
+    (tmp_path / "texts" / "picture.png").write_text("x")
+    assert did(pipeline.run(RECIPE, tmp_path / "out", model=base, data="~/texts")) == []
+    (tmp_path / "texts" / "b.txt").write_text("More.")
+    result = pipeline.run(RECIPE, tmp_path / "out", model=base, data="~/texts")
+    assert reasons(result)["train"] == "data's files: changed"
+
+
 @pytest.mark.parametrize("where", ["train", "eval"])
 def test_what_was_interrupted_goes_on(base, tmp_path, steps, where):
     steps.interrupt = where
@@ -212,11 +230,23 @@ def test_what_was_damaged_is_made_again(base, tmp_path, steps):
     (tmp_path / "out" / "model" / "config.json").unlink()
     result = pipeline.run(RECIPE, tmp_path / "out", model=base)
     assert reasons(result)["train"] == "what it made is missing or damaged"
-    assert steps.calls == ["train again"]  # from its last checkpoint, and to the same bytes
+    assert steps.calls == ["train"]  # it had come to its end, and kept no checkpoint to go on from
     (tmp_path / "out" / "evaluation" / "results.json").write_text("{}")
     result = pipeline.run(RECIPE, tmp_path / "out", model=base)
     assert reasons(result)["eval"] == "what it made has been changed since"
     assert did(result) == ["eval"]
+
+
+def test_results_stay_where_the_text_that_they_are_of_is_gone(base, tmp_path, steps):
+    text = tmp_path / "text.txt"
+    text.write_text("One text.\n" * 9)
+    recipe = {**RECIPE, "eval": {"tasks": ["linearize_perplexity"], "text": str(text)}}
+    pipeline.run(recipe, tmp_path / "out", model=base)
+    before = tree(tmp_path / "out")
+    text.unlink()
+    with pytest.raises(UsageError, match="no text file"):
+        pipeline.run(recipe, tmp_path / "out", model=base)
+    assert tree(tmp_path / "out") == before
 
 
 def test_a_model_whose_weights_have_changed_is_compared_with_what_it_was_made_from(base, tmp_path, steps):
@@ -240,7 +270,14 @@ def test_without_a_section_eval_nothing_is_scored(base, tmp_path, steps):
     [
         ({}, {"model": None}, UsageError, "names no model"),
         ({}, {"model": "./gone"}, ModelError, "no file or folder"),
-        ({"train": []}, {}, UsageError, "no section `train`"),
+        ({"train": []}, {}, UsageError, "no section train"),
+        ({}, {"data": ""}, UsageError, "needs a value"),
+        ({}, {"data": "base"}, UsageError, "holds no text"),
+        ({}, {"device": "cuda:99"}, UsageError, "can't be used here"),
+        ({"trackers": ["aim"]}, {}, UsageError, "isn't installed here"),
+        ({"eval": {"tasks": ["linearize_perplexity"], "text": "gone.txt"}}, {}, UsageError, "no text file"),
+        ({"eval": {"tasks": ["linearize_niah_single"], "haystack": "gone"}}, {}, UsageError, "no haystack"),
+        ({"eval": {"teacher": "./gone"}}, {}, ModelError, "no file or folder"),
         ({}, {"data": "gone.txt"}, UsageError, r"gone\.txt"),
         ({"eval": {"tasks": ["linearize_nia_single"]}}, {}, UsageError, "did you mean"),
         ({"eval": {"suite": "quick", "text": "x.txt", "tasks": ["linearize_niah_single"]}}, {}, UsageError, "--text"),
@@ -272,6 +309,13 @@ def test_a_folder_of_something_else_and_one_that_another_run_writes_are_left_alo
     (tmp_path / "eval" / "run.json").write_text('{"student": "x"}')
     with pytest.raises(UsageError, match="isn't that of `linearize run`"):
         pipeline.run(RECIPE, tmp_path / "eval", model=base)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".run.json.1.part").touch()  # before its first line was written
+    pipeline.run({**RECIPE, "eval": None}, tmp_path / "killed", model=base)
+    for damaged in ('{"steps": {"train": {"inputs": 3}}, "version": 1}', '{"steps": {}, "version": 2}'):
+        (tmp_path / "eval" / "run.json").write_text(damaged)
+        with pytest.raises(UsageError, match=r"is damaged|has version 2"):
+            pipeline.run(RECIPE, tmp_path / "eval", model=base)
     lock = Lock(tmp_path / ".out.linearize-run-lock", tmp_path / "out")
     with pytest.raises(ResourceError, match="is being written by"):
         pipeline.run(RECIPE, tmp_path / "out", model=base)
@@ -293,6 +337,13 @@ def test_a_card_is_replaced_only_where_nothing_would_be_lost(base, tmp_path, ste
         pipeline.run(RECIPE, tmp_path / "out", model=base)
     (tmp_path / "out" / "model" / "notes.txt").unlink()
     assert tree(tmp_path / "out" / "model") == before
+    weights = tmp_path / "out" / "model" / "model-linearize.safetensors"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))  # as long as before: only its hash tells
+    with pytest.raises(ModelError, match="isn't as linearize wrote it any more"):
+        pipeline.run(RECIPE, tmp_path / "out", model=base)
+    weights.write_bytes(sound)
+    (tmp_path / "out" / "model" / "README.md").unlink()  # a card is no reason to train again
     assert did(pipeline.run(RECIPE, tmp_path / "out", model=base)) == ["card"]
 
 

@@ -14,6 +14,7 @@ import torch
 
 from linearize.cli import main
 from linearize.errors import ModelError, ResourceError, UsageError
+from linearize.modeling.observe import Observation
 from linearize.swap import Lock
 from linearize.training import session, state
 from linearize.training.metrics import Metrics
@@ -110,9 +111,10 @@ def stop(job) -> None:
 
 def stopped(monkeypatch, made, out, *stages, stage: int = 0, step: int = 3, **settings) -> None:
     """A training that ends in an error after a step."""
-    with monkeypatch.context() as patched, pytest.raises(Stop):
+    with monkeypatch.context() as patched:
         at(patched, stage, step, stop)
-        engine.train(made, out, *stages, **settings)
+        with pytest.raises(Stop):
+            engine.train(made, out, *stages, **settings)
 
 
 def poison(job) -> None:
@@ -154,9 +156,10 @@ def test_a_nan_in_a_calibration_or_in_the_weights_is_said(made, tmp_path, monkey
         poison(job)
         return job
 
-    with monkeypatch.context() as patched, pytest.raises(ModelError, match=r"stage 0 \(calibrate\): converted layer 0"):
+    with monkeypatch.context() as patched:
         patched.setattr(session.Session, "_job", broken)
-        engine.train(made, tmp_path / "a", CALIBRATE)
+        with pytest.raises(ModelError, match=r"stage 0 \(calibrate\): converted layer 0"):
+            engine.train(made, tmp_path / "a", CALIBRATE)
 
     def infinite(job):
         for name, parameter in job.model.named_parameters():
@@ -164,9 +167,37 @@ def test_a_nan_in_a_calibration_or_in_the_weights_is_said(made, tmp_path, monkey
                 parameter.register_hook(lambda gradient: gradient * float("inf"))
 
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    with monkeypatch.context() as patched, pytest.raises(ModelError, match=f"step 3: the gradient of {name} is NaN"):
+    with monkeypatch.context() as patched:
         at(patched, 0, 2, infinite)
-        engine.train(made, tmp_path / "b", DISTILL)
+        with pytest.raises(ModelError, match=f"step 3: the gradient of {name} is NaN"):
+            engine.train(made, tmp_path / "b", DISTILL)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [("model.layers.1.mlp.up_proj", "layer 1"), ("model.norm", "the decoder's end")]
+)
+def test_a_nan_that_no_mixer_sees_is_traced_to_its_layer(made, tmp_path, monkeypatch, module, said):
+    """Layer 1 keeps softmax."""
+
+    def break_it(job):
+        with torch.no_grad():
+            job.model.get_parameter(f"{module}.weight").fill_(float("inf"))
+
+    with monkeypatch.context() as patched:
+        at(patched, 0, 2, break_it)
+        with pytest.raises(ModelError, match=f"step 3: the loss is NaN or infinite: {said} gives NaN"):
+            engine.train(made, tmp_path / "out", {**FINETUNE, "trains": "mixers", "lora": {}})
+
+
+def test_a_nan_loss_of_a_transfer_is_its_layer_s(made, tmp_path, monkeypatch):
+    def student(self, real=Observation.student):
+        return real(self) * (float("nan") if self.layer == 0 else 1)
+
+    monkeypatch.setattr(Observation, "student", student)
+    with pytest.raises(
+        ModelError, match=r"stage 1 \(transfer\), step 1: the loss is NaN or infinite: layer 0; the last"
+    ):
+        engine.train(made, tmp_path / "out", {**FINETUNE, "trains": "mixers", "lora": {}}, TRANSFER)
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
@@ -211,15 +242,15 @@ def test_resuming_with_other_settings_is_refused_and_says_which(made, tmp_path, 
     )
     refused("train: changed|train: ", TRANSFER, CALIBRATE)
     other = engine.checkpoint(tmp_path / "other", seed=5)
-    with pytest.raises(UsageError, match="checkpoint: .*; weights: changed"):
+    with pytest.raises(UsageError, match=r"checkpoint: .*; weights: changed"):
         engine.train(other, out, TRANSFER, data={"source": str(made.parent / "text.txt")}, resume=True)
-    with pytest.raises(UsageError, match="holds a training already. Add --resume"):
+    with pytest.raises(UsageError, match="holds a training already"):
         engine.train(made, out, TRANSFER)
     # Whatever only says how often things happen may change.
     engine.train(made, out, TRANSFER, every={"save": 3, "log": 2}, keep=4, resume=True)
     with pytest.raises(UsageError, match="has come to its end"):
         engine.train(made, out, TRANSFER, resume=True, force=True)
-    with pytest.raises(UsageError, match="there is no training in .* to go on with"):
+    with pytest.raises(UsageError, match=r"there is no training in .* to go on with"):
         engine.train(made, tmp_path / "new", TRANSFER, resume=True)
 
 
@@ -312,9 +343,10 @@ def test_a_full_disk_leaves_the_older_checkpoints(tmp_path, monkeypatch):
             real(optimizer, file if not isinstance(target, os.PathLike) else "/dev/full")
 
     for name, stand_in in (("save_file", full), ("torch.save", onto_full)):
-        with monkeypatch.context() as patched, pytest.raises(ResourceError, match="No space left"):
+        with monkeypatch.context() as patched:
             patched.setattr(f"linearize.training.state.{name}", stand_in)
-            state.save(tmp_path, {"a": torch.ones(2)}, {"b": torch.ones(9)}, {"stage": 0, "step": 2}, keep=1)
+            with pytest.raises(ResourceError, match="No space left"):
+                state.save(tmp_path, {"a": torch.ones(2)}, {"b": torch.ones(9)}, {"stage": 0, "step": 2}, keep=1)
         assert tree(tmp_path) == before
 
 

@@ -127,7 +127,7 @@ def test_a_transfer_is_that_of_a_plain_loop(made, tmp_path):
     expected = plain_loop(student, parameters, rows, step_loss, lrs, math.inf)
     assert engine.losses(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
     same_mixers(tmp_path / "out", student, rtol=0, atol=2e-4)
-    (lines,) = [[line for line in engine.metrics(tmp_path / "out")]]
+    lines = engine.metrics(tmp_path / "out")
     assert [line["lr"] for line in lines] == pytest.approx(lrs)
     assert [line["layers"] for line in lines] == [{"layer 0": loss} for loss in engine.losses(tmp_path / "out")]
 
@@ -273,8 +273,9 @@ def test_a_second_training_goes_on_from_the_first(made, tmp_path):
 
 
 def test_a_calibration_alone_is_a_training(made, tmp_path):
-    summary = engine.train(made, tmp_path / "out", CALIBRATE)
+    summary = engine.train(made, tmp_path / "out", CALIBRATE, figure=True)
     (stage,) = summary["stages"]
+    assert not (engine.work(tmp_path / "out") / "loss.png").exists()
     assert stage["loss"]["last"] < stage["loss"]["first"]
     before, after = engine.weights(made), engine.weights(tmp_path / "out")
     assert [name for name in before if not torch.equal(before[name], after[name])] == [
@@ -285,7 +286,8 @@ def test_a_calibration_alone_is_a_training(made, tmp_path):
 
 
 def test_looks_without_held_out_rows_show_recall_alone(made, tmp_path):
-    summary = engine.train(made, tmp_path / "out", TRANSFER, data={"held_out": 0}, every={"evaluate": 3})
+    settings = {"data": {"held_out": 0}, "every": {"evaluate": 3}, "figure": True}
+    summary = engine.train(made, tmp_path / "out", TRANSFER, **settings)
     held_out = summary["stages"][0]["held_out"]
     assert held_out.keys() == {"before", "after", "teacher"}
     assert all(look.keys() == {"recall", "recall_nll"} for look in held_out.values())
@@ -295,7 +297,8 @@ def test_looks_without_held_out_rows_show_recall_alone(made, tmp_path):
 def test_looks_are_at_the_student_as_it_is_used(made, tmp_path):
     """Perplexity of the held-out rows, of the model that was written and of its teacher, from whole logits."""
     stage = {**DISTILL, "lora": {"r": 2, "alpha": 4, "dropout": 0.5}}
-    summary = engine.train(made, tmp_path / "out", stage, every={"evaluate": 4})
+    summary = engine.train(made, tmp_path / "out", stage, every={"evaluate": 4}, figure=True)
+    assert (engine.work(tmp_path / "out") / "loss.png").read_bytes().startswith(b"\x89PNG")
     held_out = summary["stages"][0]["held_out"]
     from linearize.recipe import load_recipe
     from linearize.training.stream import held_out as held_out_rows

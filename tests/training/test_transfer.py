@@ -1,7 +1,6 @@
-"""Stage 1 against a plain implementation: the base model run once, q, k and v taken by hooks, one backward at its end."""
+"""Stage 1 against a plain implementation: q, k and v taken by hooks from the base model, one backward at the end."""
 
 from __future__ import annotations
-
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 import linearize
 from linearize.errors import ModelError
 from linearize.modeling.compat import recompute_activations
-
 from linearize.modeling.observe import observing
 from linearize.training.calibrate import attention_distance
 from linearize.training.head import hidden_states
@@ -157,9 +155,9 @@ def test_observing_ends_with_its_block_and_takes_no_other_mode_or_cache():
     model, ids = converted("hedgehog"), tokens(1, LENGTH)
     with torch.no_grad():
         before = model(ids).logits
-    with linearize.bypass(model), pytest.raises(linearize.errors.UsageError, match="bypassed or observed"):
-        with observing(model, print):
-            pass
+    refused = pytest.raises(linearize.errors.UsageError, match="bypassed or observed")
+    with linearize.bypass(model), refused, observing(model, print):
+        pass
     with pytest.raises(KeyError), observing(model, print):
         raise KeyError
     with torch.no_grad(), observing(model, lambda given: None), pytest.raises(RuntimeError, match="use_cache=False"):
