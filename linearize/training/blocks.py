@@ -147,9 +147,10 @@ def check_apart(checkpoint: str | Path, model: Any, device: torch.device) -> Non
     links = _chain(source, model.dtype)
     end = blocks(source.config[BLOCK]["layers"], links, len(links.returns))[0][1]
     types = getattr(model.config, "layer_types", None) or [""] * end
+    layers, last = list(model.get_submodule(links.layers)), len(links.returns) - 1
     kinds: dict[Any, int] = {}
-    for number, layer in enumerate(model.get_submodule(links.layers)[:end]):
-        kinds.setdefault((types[number], tuple(type(module) for module in layer.modules())), number)
+    for number in sorted(range(end), key=lambda n: (n in (0, last), n)):
+        kinds.setdefault((types[number], *(type(module) for module in layers[number].modules())), number)
     generator = torch.Generator().manual_seed(0)
     # Two documents in each row, of which the first differ.
     ids = torch.randint(model.get_input_embeddings().weight.shape[0], (3, TOKENS), generator=generator).to(device)
@@ -157,14 +158,15 @@ def check_apart(checkpoint: str | Path, model: Any, device: torch.device) -> Non
     positions = torch.arange(TOKENS, device=device).repeat(2)[None]
     for number in kinds.values():
         part = load_part(checkpoint, links, number, number + 1, dtype=model.dtype, device=device)
-        with observing(part.model, lambda given: None):
-            found = [
-                part.run(
-                    partial(hidden_states, part.model, torch.cat([ids[first], ids[2]])[None], positions),
-                    torch.cat([states[first], states[2]])[None] if number else None,
-                )
-                for first in (0, 1)
-            ]
+        found = []
+        for first in (0, 1):
+            row, given = (torch.cat([one[first], one[2]])[None] for one in (ids, states))
+            forward = partial(hidden_states, part.model, row, positions)
+            with observing(part.model, lambda seen: None):
+                out = part.run(forward, given if number else None)
+            # What a layer adds may be little beside what it is given. The first and last stand beside embeddings and
+            # head, and are taken where there is no other.
+            found.append(out if number in (0, last) else out - given)
         check_second(model, *found)
         part.model.to("meta")
 

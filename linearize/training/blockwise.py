@@ -98,11 +98,11 @@ class _Walk:
         if known[-1] < now:  # states that are lost are made again, without training
             for number in range(known[-1] + 1, self.count):
                 self._states(number).remove()
-        for number in range(known[-1], self.count):
+        for number in range(known[-1], self.count):  # until `now`, each process for itself
             first = step if number == now else self.steps if number < now else 0
             self._block(number, first, optimizer if number == now else None)
             if now <= number < self.count - 1:
-                job.save(self.number, (number + 1) * self.steps, self.start)
+                self._save((number + 1) * self.steps)
             self._states(number).remove()
         job.data = self.rows.after
         job.save(self.number + 1, 0, job.data)
@@ -168,28 +168,28 @@ class _Walk:
                 if optimizer is not None:
                     stage._load_optimizer(optimizer)
             for step in range(first, self.steps):
-                if stage is None or step < begin:
+                if stage is None:
                     self._pass_on(part, forward)
                     continue
                 stage.advance(step)
                 done = step + 1
                 if done < self.steps and done % self.job.recipe.every.save == 0:
-                    self._flush(sink)
+                    if sink is not None:
+                        sink.flush()
                     self.blocks.keep(part)
-                    state = stage._optimizer_state()
-                    self.job.save(self.number, number * self.steps + done, self.start, state)
+                    self._save(number * self.steps + done, stage._optimizer_state())
             if stage is not None:
                 stage._unwrap()
-        self._flush(sink)
+        if sink is not None:
+            sink.flush()
         for file in (source, sink):
             if file is not None:
                 file.close()
 
-    def _flush(self, sink: File | None) -> None:
-        """A checkpoint promises that what came before it is on the disk, in every process."""
-        if sink is not None:
-            sink.flush()
+    def _save(self, step: int, optimizer: Any = None) -> None:
+        """Write a checkpoint, once the states that it promises are on the disk in every process."""
         self.job.accelerator.wait_for_everyone()
+        self.job.save(self.number, step, self.start, optimizer)
 
     def _pass_on(self, part: Part, forward: Callable[..., None]) -> None:
         """A step's rows through the block, without training."""

@@ -156,7 +156,8 @@ def check_space(work: Path, model: Any, recipe: Any) -> None:
     most = max(_trained(model, stage) for stage in recipe.train)
     needed = BYTES * most * (recipe.keep + 1)  # one more while it is written
     place = survey(work)
-    free = place.free_bytes
+    own = sum(path.stat().st_size for path in work.glob("checkpoints/*/*"))  # of a training that goes on
+    free = place.free_bytes + own
     if needed > free:
         raise ResourceError(
             f"{work} needs {human(needed)} for training checkpoints and {place.disk} has {human(free)} free",

@@ -194,6 +194,7 @@ class Stage:
         norm = self._clip()
         if not math.isfinite(norm):
             bad = [name for name, p in self.parameters.items() if p.grad is not None and not is_finite(p.grad)]
+            bad = parallel.of_all(bad)  # each process may have a part of the gradient
             raise self._not_finite(step, f"the gradient of {bad[0] if bad else 'a layer'} is NaN or infinite")
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -210,7 +211,7 @@ class Stage:
         """Which layer a loss that isn't finite comes from."""
         if self.transfer is not None:
             return self.transfer.names[int((~losses.isfinite()).nonzero()[0])]
-        found = [self.module(first_not_finite, self.job.model, *one) for one in given]
+        found = parallel.of_all([self.module(first_not_finite, self.job.model, *one) for one in given])
         return next((text for text in found if text.startswith(("layer", "converted"))), found[0])
 
     def _not_finite(self, step: int, what: str) -> ModelError:

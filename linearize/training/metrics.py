@@ -17,7 +17,8 @@ class Metrics:
     """The lines of metrics.jsonl; `write` is for the first process alone.
 
     A line has `stage` (its number), `name`, `step` (from 1), `tokens`, and either `loss`, `lr`, `grad_norm`,
-    `tokens_per_second`, `memory_bytes`, or `held_out`.
+    `tokens_per_second`, `memory_bytes`, or `held_out`. Block-wise, it has `block` (from 1) and `blocks`, too; steps and
+    tokens are then counted through all of them.
     """
 
     def __init__(self, folder: Path, tracker: Any = None, tokens: Sequence[int] = ()) -> None:
@@ -40,7 +41,7 @@ class Metrics:
         with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(dict(line)) + "\n")
         if self.tracker is not None:
-            step = self.before[line["stage"]] + line["tokens"]
+            step = self.before[line["stage"]] + line["tokens"] // line.get("blocks", 1)
             self.tracker.log(dict(_numbers(f"{line['name']}", line)), step=step)
 
 

@@ -1,4 +1,4 @@
-"""One process or several: what the launcher asks for, data-parallel training through torch's DDP, and a common end.
+"""One process or several: what the launcher asks for, and data-parallel training through torch's DDP.
 
 Stage 1 takes its gradients inside the forward, one layer at a time, where no wrapper sees them, and sharding (see
 `sharding`) leaves mixers and LoRA whole in every process. The gradients of both are summed here, once a step.
@@ -6,13 +6,9 @@ Stage 1 takes its gradients inside the forward, one layer at a time, where no wr
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,13 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from linearize import errors
-from linearize.errors import LinearizeError, ResourceError, UsageError
+from linearize.errors import UsageError
 
-POLL_S = 1.0  # between two looks for a failure elsewhere
-PATIENCE_S = 10.0  # that a failed process waits for the others to hear of it
-_FAILURE, _LEFT = "linearize/failure", "linearize/left"
-_LOST = ("Connection closed by peer", "Connection reset by peer")  # what gloo says when a process is gone
 # What else `accelerate launch` can ask for. It would be found out late, or not at all.
 _REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -124,6 +115,13 @@ def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     return norm
 
 
+def of_all(found: list[Any]) -> list[Any]:
+    """What was found in any process, in their order."""
+    from linearize_evals import processes
+
+    return [one for own in processes.together(lambda: found) for one in own]
+
+
 def agree(parameters: Iterable[Tensor]) -> None:
     """Give all processes the first one's values of parameters that are whole in each."""
     if distributed.is_initialized():
@@ -160,89 +158,3 @@ def spread_as(parameter: Tensor, value: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
     return value
-
-
-@contextmanager
-def one_end() -> Iterator[None]:
-    """Within the block, an error in one process ends all, with its exit code.
-
-    A process that waits for one that has failed would wait for ever, and can't be woken. So each has a thread that
-    looks for failures elsewhere, and ends the process without a word: the one that failed says why.
-
-    Raises:
-        LinearizeError: it failed in another process first; with `elsewhere` set, since that one says it.
-        ResourceError: another process is gone.
-    """
-    if not distributed.is_initialized():
-        yield
-        return
-    end = _End()
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "known_to_all"):
-            raise
-        first = end.tell(error)
-        if first is error:
-            raise
-        raise first from error
-    finally:
-        end.over.set()
-
-
-class _End:
-    """What the processes tell each other of a failure, through the store that they found each other by."""
-
-    def __init__(self) -> None:
-        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
-        self.store: Any = distributed.distributed_c10d._get_default_store()
-        self.over = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def tell(self, error: Exception) -> Exception:
-        """Let all know of an error in this process; returns it, or what failed before it in another one."""
-        error = _gone() if any(text in str(error) for text in _LOST) else error
-        what, fix = (error.what, error.fix) if isinstance(error, LinearizeError) else (repr(error), "")
-        kind = type(error).__name__ if isinstance(error, LinearizeError) else LinearizeError.__name__
-        try:
-            first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps([self.rank, kind, what, fix])))
-        except distributed.DistError:
-            return _gone()
-        with suppress(distributed.DistError):
-            self._leave(first[0])
-        return error if first[0] == self.rank else self._as_error(first)
-
-    def _leave(self, failed: int) -> None:
-        """Say that this process leaves. Two wait until the others have: the one that failed, and the first, which may
-        hold the store."""
-        self.store.set(f"{_LEFT}/{self.rank}", "")
-        if self.rank in (0, failed):
-            others = [f"{_LEFT}/{rank}" for rank in range(self.world) if rank not in (self.rank, failed)]
-            until = time.monotonic() + PATIENCE_S
-            while not self.store.check(others) and time.monotonic() < until:
-                time.sleep(POLL_S / 10)
-            if self.rank != failed:
-                time.sleep(POLL_S)  # until it has seen that all others have left
-
-    def _watch(self) -> None:
-        with suppress(distributed.DistError):  # the process that holds the store is gone
-            while not self.over.wait(POLL_S):
-                if self.store.check([_FAILURE]):
-                    first = json.loads(self.store.get(_FAILURE))
-                    if first[0] != self.rank:
-                        self._leave(first[0])
-                        sys.stdout.flush()
-                        os._exit(self._as_error(first).exit_code)
-                    return
-
-    def _as_error(self, told: Any) -> LinearizeError:
-        from linearize_evals import processes
-
-        number, kind, what, fix = told
-        return processes.elsewhere(number, getattr(errors, kind), what, fix)
-
-
-def _gone() -> ResourceError:
-    return ResourceError(
-        "another process of this run has ended without saying why", "See whether there was too little memory for it"
-    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from linearize.training import blocks, blockwise, models, output, parallel, place, sharding, state, summary
+from linearize.training import blocks, blockwise, ending, models, output, parallel, place, sharding, state, summary
 from linearize.training.calibrate import calibrate, calibrate_stage
 from linearize.training.held_out import HeldOut
 from linearize.training.loop import Job, train_stage
@@ -70,7 +70,7 @@ def train(
     folder = Path(work) if work is not None else Path(f"{out}-training")
     processes.start(device)
     where = choose_device(device)
-    with parallel.one_end(), ExitStack() as held:
+    with ending.one_end(), ExitStack() as held:
         place.check_processes(settings)
         begun = processes.first(
             lambda: place.check(checkpoint, out, folder, settings, where, resume=resume, force=force, held=held)
@@ -142,8 +142,9 @@ class Session:
             return Runner(model)
         if any(map(blocks.is_blockwise, self.recipe.train)):
             self.keep("`block` saves no memory: a stage, or data.source: teacher, needs the whole model")
-        if self.recipe.shard and not self.sharded:
-            self.keep("nothing is sharded, since there is only one process")
+        if self.recipe.shard:
+            world = self.accelerator.num_processes
+            self.keep(f"weights are spread over {world} processes" if world > 1 else "one process, nothing is sharded")
         return self._runner(self.checkpoint, held)
 
     def _runner(self, name: str | Path, dtype: torch.dtype) -> Runner:

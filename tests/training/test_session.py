@@ -143,6 +143,7 @@ def test_what_is_frozen_never_changes_and_what_is_trained_does(made, tmp_path, m
 
         def seen(self, *step_args, **options):
             graded[-1] |= {name for p, name in names.items() if p.grad is not None}
+            assert job.model.training == (settings.stage != "transfer")  # whose teacher has no dropout
             return step(self, *step_args, **options)
 
         graded.append(set())
