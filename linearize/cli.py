@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -45,8 +46,12 @@ def _run(arguments: list[str]) -> int:
     except click.ClickException as error:
         return _usage(error, arguments)
     except LinearizeError as error:
-        # Where several processes share the work, the one that failed says so.
-        return error.exit_code if hasattr(error, "elsewhere") else _fail(error, arguments)
+        if hasattr(error, "elsewhere"):  # the process that failed says it, before a launcher ends all
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1)
+            return error.exit_code
+        return _fail(error, arguments)
     except (KeyboardInterrupt, click.Abort):
         goes_on = ["--resume"] if arguments[:1] in RESUMABLE and "--resume" not in arguments else []
         again = f"to run it again: {shlex.join(['linearize', *arguments, *goes_on])}"

@@ -168,7 +168,7 @@ class _Walk:
                 if optimizer is not None:
                     stage._load_optimizer(optimizer)
             for step in range(first, self.steps):
-                if stage is None:
+                if stage is None or step < begin:
                     self._pass_on(part, forward)
                     continue
                 stage.advance(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -40,15 +41,22 @@ def one_end() -> Iterator[None]:
     end = _End()
     try:
         yield
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if hasattr(error, "known_to_all"):
             raise
-        first = end.tell(error)
-        if first is error:
+        _stay()
+        first = end.tell(error) if isinstance(error, Exception) else end.told()
+        if first is None or first is error:
             raise
         raise first from error
     finally:
         end.over.set()
+
+
+def _stay() -> None:
+    """Launchers terminate all processes as soon as one has ended: let this one say what it has to say."""
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class _End:
@@ -74,6 +82,16 @@ class _End:
             self._leave(first[0])
         return error if first[0] == self.rank else self._as_error(first)
 
+    def told(self) -> LinearizeError | None:
+        """What has failed in another process, if something has."""
+        with suppress(distributed.DistError):  # the process that holds the store is gone
+            if self.store.check([self.failure]):
+                first = json.loads(self.store.get(self.failure))
+                if first[0] != self.rank:
+                    self._leave(first[0])
+                    return self._as_error(first)
+        return None
+
     def _leave(self, failed: int) -> None:
         """Say that this process leaves. Two wait until the others have: the one that failed, and the one that holds the
         store, which is the first where no launcher does."""
@@ -87,15 +105,11 @@ class _End:
             time.sleep(POLL_S / 10 if self.rank == failed else POLL_S)  # until they, or it, have really left
 
     def _watch(self) -> None:
-        with suppress(distributed.DistError):  # the process that holds the store is gone
-            while not self.over.wait(POLL_S):
-                if self.store.check([self.failure]):
-                    first = json.loads(self.store.get(self.failure))
-                    if first[0] != self.rank:
-                        self._leave(first[0])
-                        sys.stdout.flush()
-                        os._exit(self._as_error(first).exit_code)
-                    return
+        while not self.over.wait(POLL_S):
+            error = self.told()
+            if error is not None:
+                sys.stdout.flush()
+                os._exit(error.exit_code)
 
     def _as_error(self, told: Any) -> LinearizeError:
         from linearize_evals import processes

@@ -270,17 +270,21 @@ class Stage:
             shown = ", ".join(f"{key} {value:.4g}" for key, value in line["held_out"].items())
             job.note(f"stage {self.number} ({self.settings.stage}), step {step} of {self.steps}: {shown}")
 
-    def _optimizer_state(self) -> Any:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """Moments and step counts, whole, but for parameters that have had no gradient yet; every process has to ask.
 
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(self.job.model, self.optimizer, options=options)
+        torch's own way would give those a step of 1, or refuse them.
+        """
+        own = ((name, self.optimizer.state.get(parameter, {})) for name, parameter in self.parameters.items())
+        flat = {f"{name}/{key}": value for name, values in own for key, value in values.items()}
+        return parallel.gather(flat, keep=self.job.main)
 
-    def _load_optimizer(self, saved: Any) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(self.job.model, self.optimizer, saved, options=options)
+    def _load_optimizer(self, saved: dict[str, Tensor]) -> None:
+        for place, value in saved.items():
+            name, _, key = place.rpartition("/")
+            parameter = self.parameters[name]
+            value = value.to(parameter.device)
+            self.optimizer.state[parameter][key] = parallel.spread_as(parameter, value) if value.dim() else value
 
     def _unwrap(self) -> None:
         self.module = self.job.runner

@@ -87,10 +87,11 @@ def choose(model: Any, trains: str) -> dict[str, nn.Parameter]:
 
 
 def groups(parameters: Mapping[str, nn.Parameter], lr: float, mixer_lr: float | None) -> list[dict[str, Any]]:
-    """Parameter groups of an optimiser: the mixers, and all others."""
+    """Parameter groups of an optimiser: the mixers, LoRA, and all others, which may be sharded while those are not."""
     mixers = [parameter for name, parameter in parameters.items() if MIXER in name]
-    others = [parameter for name, parameter in parameters.items() if MIXER not in name]
-    made: Sequence[tuple[list[Any], float]] = ((mixers, mixer_lr or lr), (others, lr))
+    low_rank = [parameter for name, parameter in parameters.items() if ".lora_" in name]
+    others = [parameter for name, parameter in parameters.items() if MIXER not in name and ".lora_" not in name]
+    made: Sequence[tuple[list[Any], float]] = ((mixers, mixer_lr or lr), (low_rank, lr), (others, lr))
     return [{"params": params, "lr": rate, "base_lr": rate} for params, rate in made if params]
 
 

@@ -27,8 +27,9 @@ from tests.families import FAMILIES, INEXACT, REFUSED, tiny_config, tiny_model
 KNOWN = sorted(set(FAMILIES) & set(CONFIG_MAPPING_NAMES))  # an older transformers has fewer
 CONVERTED = [name for name in KNOWN if name not in REFUSED]
 WINDOW = {"mixer": "window", "feature_map": "hedgehog", "window": 4}
-# Relative to the largest logit: fp32 sums in another order.
-TOLERANCE = 1e-5
+# Relative to the largest logit: fp32 sums in another order. Gemma 4, whose logits of attention aren't scaled down,
+# reaches 1.5e-5.
+TOLERANCE = 3e-5
 NEW_TOKENS = 14  # more than three windows
 LENGTHS = (3, 11, 20)  # shorter and longer than the window
 # Keys of config.json that a conversion, a load or a save writes.

@@ -16,7 +16,7 @@ from linearize.cli import main
 from linearize.errors import ModelError, ResourceError, UsageError
 from linearize.modeling.observe import Observation
 from linearize.swap import Lock
-from linearize.training import session, state
+from linearize.training import loop, session, state
 from linearize.training.metrics import Metrics
 from tests.checkpoints import tree
 from tests.training import engine
@@ -291,6 +291,36 @@ def test_what_was_measured_is_not_measured_again(made, tmp_path, monkeypatch):
     assert asked == [None, "bfloat16"]
     engine.train(made, tmp_path / "new", TRANSFER, precision="auto")
     assert asked[2:] == [None]
+
+
+def test_weights_that_got_no_gradient_before_the_kill_are_trained_after_it(made, tmp_path, monkeypatch):
+    """Those of an expert that no token was sent to, for example; here, of a layer that the first steps leave out."""
+
+    def leave_out(job):
+        layer = job.model.model.layers[1].mlp
+        real = layer.forward
+        layer.forward = lambda x: real(x) if counted["steps"] > 2 else torch.zeros_like(x)
+
+    counted = {"steps": 0}
+    step = loop.Stage._step
+
+    def watched(self, number):
+        counted["steps"] = number + 1
+        if "forward" not in vars(self.job.model.model.layers[1].mlp):
+            leave_out(self.job)
+        return step(self, number)
+
+    monkeypatch.setattr(loop.Stage, "_step", watched)
+    stage = {**FINETUNE, "trains": "all", "lora": {}, "schedule": "constant"}
+    stopped(monkeypatch, made, tmp_path / "out", stage)
+    assert engine.checkpoints(tmp_path / "out") == ["000-000000002"]
+    engine.train(made, tmp_path / "out", stage, resume=True)
+    engine.train(made, tmp_path / "whole", stage)
+    assert engine.losses(tmp_path / "out") == engine.losses(tmp_path / "whole")
+    found, expected = engine.weights(tmp_path / "out"), engine.weights(tmp_path / "whole")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    before = engine.weights(made)["model.layers.1.mlp.up_proj.weight"]
+    assert not torch.equal(found["model.layers.1.mlp.up_proj.weight"], before)
 
 
 def test_one_training_at_a_time_works_in_a_folder(made, tmp_path, monkeypatch):
