@@ -126,7 +126,7 @@ def evaluate(model: Path, out: Path, text: str) -> dict[str, Any]:
         for side in ("teacher", "student"):
             sums[side] = [round(value / sums["answers"], 4) for value in sums[side]]
     group = found["text"]["text"]["linearize_perplexity"]
-    overall = {side: group[side]["perplexity"] for side in ("teacher", "student")} if "teacher" in group else group
+    overall = {side: group[side]["perplexity"] for side in ("teacher", "student")}
     return {"cells": cells, "perplexity": overall}
 
 

@@ -11,13 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from linearize_evals.settings import write_file
+
 import linearize
 from linearize.checkpoint import read_json
 from linearize.conversion import to_json
 from linearize.digest import sha256_of
 from linearize.errors import UsageError
 from linearize.faults import BadFiles
-from linearize.sink import disk_errors
 from linearize.target import MANIFEST
 
 RUN = "run.json"
@@ -81,14 +82,7 @@ class Ledger:
 
     def _save(self) -> None:
         content = {"version": VERSION, "written_by": f"linearize {linearize.__version__}", "steps": self.steps}
-        staged = self.path.with_name(f".{RUN}.{os.getpid()}.part")
-        with disk_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                staged.write_bytes(to_json(content))
-                os.replace(staged, self.path)
-            finally:
-                staged.unlink(missing_ok=True)
+        write_file(self.path, to_json(content))
 
 
 def _is_bare(folder: Path) -> bool:

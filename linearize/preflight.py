@@ -11,12 +11,12 @@ from linearize.errors import UsageError
 from linearize.ledger import Ledger, of_path
 from linearize.source import local_path
 from linearize.target import check_target, survey
+from linearize.training.schema import SELF
 
 if TYPE_CHECKING:
     from linearize.recipe import Recipe
 
 CONVERTED = "converted"
-SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # set by launchers
 
 
 def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None = None) -> None:
@@ -33,10 +33,6 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None 
         ModelError: a model that the recipe names is a path where nothing is.
         NetworkError: a data set can't be loaded.
     """
-    if any(os.environ.get(name, "1") != "1" for name in SIZES):
-        raise UsageError(
-            "`linearize run` is one process", "Launch the training alone: accelerate launch -m linearize train ..."
-        )
     if recipe.model is None:
         raise UsageError("the recipe names no model", "Add the key `model`, or give --model MODEL")
     ledger = Ledger(folder)
@@ -48,8 +44,14 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None 
     for name in teachers(recipe):
         local_path(name)
     _check_evaluation(recipe, ledger)
+    from linearize_evals.processes import SIZES
+
     from linearize.training import checks, sources
 
+    if any(os.environ.get(name, "1") != "1" for name in SIZES):
+        raise UsageError(
+            "`linearize run` is one process", "Launch the training alone: accelerate launch -m linearize train ..."
+        )
     checks.check_packages(recipe)
     if _ended(ledger, "train").get("recipe", {}).get("data") != recipe.data.model_dump(mode="json"):
         sources.check(recipe.data)
@@ -62,8 +64,8 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None 
 
 def teachers(recipe: Recipe) -> list[str]:
     """The models that stages learn from, besides the student's own weights."""
-    names = [getattr(stage, "teacher", "self") for stage in recipe.train]
-    return [name for name in names if name != "self"]
+    names = [getattr(stage, "teacher", SELF) for stage in recipe.train]
+    return [name for name in names if name != SELF]
 
 
 def _ended(ledger: Ledger, step: str) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def _check_evaluation(recipe: Recipe, ledger: Ledger) -> None:
         mend = "pip install 'linearize[eval]', or leave `eval` out of the recipe"
         raise UsageError(f"evaluation needs {', '.join(missing)}", mend)
     from linearize_evals.haystack import open_haystack
-    from linearize_evals.settings import NONE, SELF
+    from linearize_evals.settings import NONE
     from linearize_evals.suites import check_uses, chosen_tasks
     from linearize_evals.text import read_text
 

@@ -19,7 +19,7 @@ from linearize.keep_softmax import FORMS
 from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup
 from linearize.recipe_errors import Problem, RecipeError, problems_of, wrong
 from linearize.recipe_files import MIXER_KEYS, SECTIONS, find_recipe, override, read_recipe, shipped_recipes
-from linearize.training.schema import Data, Distill, Evaluation, Every, Name, Precision, Stage, Trackers, as_tuple
+from linearize.training.schema import SELF, Data, Distill, Evaluation, Every, Name, Precision, Stage, Trackers, as_tuple
 
 __all__ = ["Recipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]
 
@@ -86,7 +86,7 @@ class Recipe(BaseModel):
     def _teacher_is_left(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         changed = [number for number, stage in enumerate(stages) if getattr(stage, "trains", "") == "all"]
         for number, stage in enumerate(stages):
-            if isinstance(stage, Distill) and stage.teacher == "self" and changed and changed[0] < number:
+            if isinstance(stage, Distill) and stage.teacher == SELF and changed and changed[0] < number:
                 raise ValueError(
                     f"stage {number} has teacher self, but stage {changed[0]} trains all, the teacher's weights "
                     "among them; name a model as teacher"

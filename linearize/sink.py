@@ -178,7 +178,7 @@ class Stage:
             paths = {name: self.folder / name for name in self._linked}
             for name, digest in sha256_all(paths, "hash", self._progress).items():
                 self.files[name] = (paths[name].stat().st_size, digest)
-                _flush(paths[name])
+                flush(paths[name])
         self.write(MANIFEST, manifest_bytes(self.files))
         with disk_errors(self.out):
             for folder in sorted({path.parent for path in self.folder.rglob("*")}, reverse=True):
@@ -240,8 +240,8 @@ def _write_all(file, piece: bytes | memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def _flush(path: Path) -> None:
-    """Flush a linked file, whose bytes another program may have written a moment ago."""
+def flush(path: Path) -> None:
+    """Wait until a file's bytes are on the disk, whoever wrote them."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

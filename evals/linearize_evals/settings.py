@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from linearize.digest import sha256_of
 from linearize.errors import ResourceError, UsageError
 from linearize_evals.catalogue import FAMILIES
 
@@ -77,11 +77,7 @@ def file_digest(name: str | None) -> str | None:
     """What names the content of a text: sha256 of the file, or the name itself if it is no file."""
     if name is None or not Path(name).is_file():
         return name
-    digest = hashlib.sha256()
-    with open(name, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
+    return f"sha256:{sha256_of(Path(name))}"
 
 
 def check_place(out: Path, models: Iterable[str], *, resume: bool) -> None:

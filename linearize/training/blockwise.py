@@ -166,7 +166,7 @@ class _Walk:
             if mixers(part.model) and begin < self.steps:
                 stage = _Block(self, number, part, forward)
                 if optimizer is not None:
-                    stage._load_optimizer(optimizer)
+                    stage.load_optimizer(optimizer)
             for step in range(first, self.steps):
                 if stage is None or step < begin:
                     self._pass_on(part, forward)
@@ -177,9 +177,9 @@ class _Walk:
                     if sink is not None:
                         sink.flush()
                     self.blocks.keep(part)
-                    self._save(number * self.steps + done, stage._optimizer_state())
+                    self._save(number * self.steps + done, stage.optimizer_state())
             if stage is not None:
-                stage._unwrap()
+                stage.unwrap()
         if sink is not None:
             sink.flush()
         for file in (source, sink):

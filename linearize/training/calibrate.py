@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from linearize_evals.settings import write_json
 from torch import Tensor
 
 from linearize.errors import ModelError
@@ -17,6 +18,7 @@ from linearize.training.memory import peak_memory
 from linearize.training.packing import batch
 from linearize.training.trainable import MIXER
 
+QUERIES = 64  # at a time, of the distances that attention looks over
 Batch = tuple[Tensor, Tensor | None]  # (B, T) input_ids, and position_ids if there are any
 
 
@@ -73,7 +75,7 @@ def calibrate_stage(job: Any, number: int, stage: Any, find: Callable[[list[Batc
     job.data = stream.state()
     job.changed |= set(mixers)
     if job.main:
-        place.write_json(job.work / place.CALIBRATION, found)
+        write_json(job.work / place.CALIBRATION, found)
     job.save(number + 1, 0, job.data)
     seconds = round(time.perf_counter() - started, 1)
     return summary.calibration(stage, found) | {"seconds": seconds, "peak_memory_bytes": peak_memory(device)}
@@ -136,13 +138,15 @@ def attention_distance(given: Observation) -> Tensor:
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     batch, _, length, _ = q.shape
     time = torch.arange(length, device=q.device)
-    back = (time[:, None] - time).clamp(min=0)
-    hidden = (time[:, None] < time)[None, None]
+    document = torch.zeros(batch * length, dtype=torch.long)
     if given.cu_seqlens is not None:
-        begins = torch.zeros(batch * length, dtype=torch.long)
-        begins[given.cu_seqlens[1:-1].long()] = 1
-        document = begins.cumsum(0).view(batch, 1, length, 1).to(q.device)
-        hidden = hidden | (document != document.transpose(-1, -2))
-    scores = (q @ k.transpose(-1, -2)) * given.scaling
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return (weights * back).sum((0, 2, 3)).double()
+        document[given.cu_seqlens[1:-1].long()] = 1
+    document = document.cumsum(0).view(batch, 1, length, 1).to(q.device)
+    total: Any = 0.0
+    for begin in range(0, length, QUERIES):  # T x T would be a layer's largest tensor by far
+        part = slice(begin, begin + QUERIES)
+        back = time[part, None] - time
+        hidden = (back < 0) | (document[:, :, part] != document.transpose(-1, -2))
+        weights = (q[:, :, part] @ k.transpose(-1, -2) * given.scaling).masked_fill(hidden, -torch.inf).softmax(-1)
+        total = total + (weights * back).sum((0, 2, 3)).double()
+    return total

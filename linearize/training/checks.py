@@ -11,9 +11,9 @@ from linearize.family import load_config
 from linearize.plan import human
 from linearize.source import Source, resolve
 from linearize.target import survey
+from linearize.training.schema import SELF
 from linearize.training.trainable import MIXER, lora_modules, lora_targets
 
-SELF = "self"
 # A trained parameter and its two moments, in float32.
 BYTES = 12
 

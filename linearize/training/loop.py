@@ -124,7 +124,7 @@ class Stage:
     def run(self, begin: int, optimizer_state: Any) -> dict[str, Any]:
         job, every = self.job, self.job.recipe.every
         if optimizer_state is not None:
-            self._load_optimizer(optimizer_state)
+            self.load_optimizer(optimizer_state)
         if job.data is not None:
             self.stream.load_state(job.data)
         summary: dict[str, Any] = {"stage": self.settings.stage, "steps": self.steps, "held_out": {}}
@@ -139,9 +139,9 @@ class Stage:
             if done == self.steps or (every.evaluate and done % every.evaluate == 0):
                 self._look(done)
             if done < self.steps and done % every.save == 0:
-                job.save(self.number, done, self.stream.state(), self._optimizer_state())
+                job.save(self.number, done, self.stream.state(), self.optimizer_state())
         job.data = self.stream.state()
-        self._unwrap()
+        self.unwrap()
         self.optimizer = None  # its memory is the next stage's
         job.save(self.number + 1, 0, job.data)
         memory = peak_memory(job.accelerator.device)
@@ -270,7 +270,7 @@ class Stage:
             shown = ", ".join(f"{key} {value:.4g}" for key, value in line["held_out"].items())
             job.note(f"stage {self.number} ({self.settings.stage}), step {step} of {self.steps}: {shown}")
 
-    def _optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """Moments and step counts, whole, but for parameters that have had no gradient yet; every process has to ask.
 
         torch's own way would give those a step of 1, or refuse them.
@@ -279,14 +279,14 @@ class Stage:
         flat = {f"{name}/{key}": value for name, values in own for key, value in values.items()}
         return parallel.gather(flat, keep=self.job.main)
 
-    def _load_optimizer(self, saved: dict[str, Tensor]) -> None:
+    def load_optimizer(self, saved: dict[str, Tensor]) -> None:
         for place, value in saved.items():
             name, _, key = place.rpartition("/")
             parameter = self.parameters[name]
             value = value.to(parameter.device)
             self.optimizer.state[parameter][key] = parallel.spread_as(parameter, value) if value.dim() else value
 
-    def _unwrap(self) -> None:
+    def unwrap(self) -> None:
         self.module = self.job.runner
         for parameter in self.job.model.parameters():
             parameter.grad = None

@@ -8,6 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from linearize_evals.settings import write_file
+
 from linearize.sink import disk_errors
 
 METRICS = "metrics.jsonl"
@@ -32,10 +34,7 @@ class Metrics:
         kept = [line for line in read(self.path) if (line["stage"], line["step"]) <= (stage, step)]
         if not kept and not self.path.exists():
             return
-        with disk_errors(self.path):
-            part = self.path.with_suffix(".part")
-            part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            part.replace(self.path)
+        write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, line: Mapping[str, Any]) -> None:
         with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as file:

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from linearize_evals.settings import write_json
+
 from linearize.errors import UsageError
 from linearize.ledger import differences, of_checkpoint, versions
 from linearize.sink import disk_errors
@@ -23,13 +25,6 @@ TEACHER_TEXT = "teacher.jsonl.gz"
 CALIBRATION = "calibration.json"
 DTYPE = "dtype"  # in run.json: what was chosen for `precision: auto`
 OTHER = "Choose another folder with -o"
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Write JSON whole or not at all; `ResourceError` where the disk refuses."""
-    from linearize_evals.settings import write_json as write
-
-    write(path, document)
 
 
 def check(

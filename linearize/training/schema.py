@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from linearize.errors import did_you_mean
 
+SELF = "self"  # the teacher that is the student's own weights under softmax
 # What accelerate 1.0 can write to. Others would be refused by it only when the weights are in memory.
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
@@ -233,13 +234,13 @@ class Distill(_Tuned):
     temperature: Positive = 1.0
     ce: Share = Field(default=0.0, description="share of cross-entropy with the text itself in the loss")
     teacher: Name = Field(
-        default="self", description="self: the same weights under softmax; or a model", validate_default=True
+        default=SELF, description="self: the same weights under softmax; or a model", validate_default=True
     )
 
     @field_validator("teacher")
     @classmethod
     def _stays_as_it_is(cls, value: str, info: ValidationInfo) -> str:
-        if value == "self" and info.data.get("trains") == "all":
+        if value == SELF and info.data.get("trains") == "all":
             raise ValueError("can't be self where the stage trains all, the teacher's weights among them; name a model")
         return value
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from linearize_evals.settings import write_json
 
 from linearize.training import blocks, blockwise, ending, models, output, parallel, place, sharding, state, summary
 from linearize.training.calibrate import calibrate, calibrate_stage
@@ -18,11 +19,10 @@ from linearize.training.loop import Job, train_stage
 from linearize.training.metrics import Metrics, plot, read
 from linearize.training.objectives import Runner
 from linearize.training.schedule import tokens_of
+from linearize.training.schema import SELF
 from linearize.training.separate import check_separate
 from linearize.training.stream import Stream, held_out
 from linearize.training.trainable import MIXER, add_lora
-
-SELF = "self"
 
 
 def train(
@@ -291,5 +291,5 @@ class Session:
             state.remove(path)
         notes = [*self.notes, *written["notes"]]
         document = {"out": str(self.out), "work": str(self.work), "stages": stages, "notes": notes}
-        place.write_json(self.work / place.DONE, document)
+        write_json(self.work / place.DONE, document)
         return document

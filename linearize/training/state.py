@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from linearize.errors import ModelError
-from linearize.sink import disk_errors
+from linearize.sink import disk_errors, flush
 from linearize.swap import sync_folder
 from linearize.training.shards import saving
 
@@ -50,7 +50,7 @@ def save(
                     torch.save(optimizer, file)
             (staged / POSITION).write_text(json.dumps(dict(position)), encoding="utf-8")
             for path in staged.iterdir():
-                _flush(path)
+                flush(path)
             sync_folder(staged)
             shutil.rmtree(place, ignore_errors=True)  # of an earlier run that was resumed from before it
             os.rename(staged, place)
@@ -107,11 +107,3 @@ def remove(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     with contextlib.suppress(OSError):
         place.parent.rmdir()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

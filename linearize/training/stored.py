@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from linearize_evals.settings import write_json
 from torch import Tensor
 
 from linearize.errors import ModelError
@@ -100,10 +101,7 @@ class Rows:
                 self._file.write(torch.tensor([(row.ids, row.positions or _none(row)) for row in rows]).int())
                 tick(done + at_once)
             self._file.flush()
-            with disk_errors(self._facts):
-                part = self._facts.with_suffix(".part")
-                part.write_text(json.dumps(stream.state()), encoding="utf-8")
-                part.replace(self._facts)
+            write_json(self._facts, stream.state())
         self.after = json.loads(self._facts.read_text(encoding="utf-8"))
 
     def open(self, row: int) -> None:

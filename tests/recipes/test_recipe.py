@@ -15,16 +15,6 @@ from linearize.mixers.registry import FEATURE_MAPS, MIXERS, register_mixer
 from linearize.recipe import Recipe, load_recipe, shipped_recipes
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(text: str):
-        path = tmp_path / "r.yaml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
 def problem(path, **overrides) -> str:
     with pytest.raises(UsageError) as caught:
         load_recipe(path, overrides)

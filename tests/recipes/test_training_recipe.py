@@ -20,16 +20,6 @@ TRAINING = {name: path for name, path in shipped_recipes().items() if load_recip
 STAGES = "train:\n  - stage: calibrate\n  - stage: transfer\n  - stage: distill\n"
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(text: str):
-        path = tmp_path / "r.yaml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
 def problem(ref, overrides=None) -> str:
     with pytest.raises(UsageError) as caught:
         load_recipe(ref, overrides or {})
