@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, int32, int64
+from typing import Any
+
+from torch import Tensor, float32, float64, int32, int64, is_grad_enabled
 from torch import bool as torch_bool
 
-from .state import LinearState, WindowState
+from .state import DeltaState, LinearState, WindowState
 
 
 def require(condition: bool, message: str) -> None:
@@ -94,6 +96,19 @@ def cu_seqlens(value: Tensor | None, q: Tensor) -> int:
     return len(ends) - 1
 
 
+def decay(log_decay: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """log_decay (Hk,), (B, T, Hk) or (B, T, Hk, F); that it is <= 0 is the caller's to see to."""
+    if log_decay is None:
+        return
+    fitting = (tuple(k.shape[2:3]), tuple(k.shape[:3]), tuple(k.shape))
+    require(
+        tuple(log_decay.shape) in fitting,
+        f"log_decay must be (Hk,), (B, T, Hk) or (B, T, Hk, F) = {', '.join(map(str, fitting))}, "
+        f"not {tuple(log_decay.shape)}",
+    )
+    floating(q, "q", log_decay=log_decay)
+
+
 def linear_state(state: LinearState | None, rows: int, k: Tensor, v: Tensor, features: int) -> None:
     """S, z and m of either state, for k (B, T, Hk, .) and v (B, T, Hk, Dv)."""
     if state is None:
@@ -133,9 +148,27 @@ def window_state(
             floating(k, "k", **{f"initial_state.{name}{last}": x})
     shape("initial_state.valid", state.valid, (k.shape[0], window), "(B, w)")
     shape("initial_state.sink_age", state.sink_age, (k.shape[0], sinks), "(B, n)")
+    shape("initial_state.start", state.start, (k.shape[0],), "(B,)")
     require(
         state.valid.dtype == torch_bool,
         f"initial_state.valid must be bool, not {state.valid.dtype}",
+    )
+
+
+def one_token(q: Tensor, state: Any) -> None:
+    """q is one token, and the state's sums can be updated in place."""
+    require(q.dim() == 4 and q.shape[1] == 1, f"q must be one token, (B, 1, H, .), not {tuple(q.shape)}")
+    for name, x in zip(type(state)._fields, state, strict=True):
+        require(x.is_contiguous(), f"state.{name} {tuple(x.shape)} must be contiguous: it is updated in place")
+        wanted = name not in ("S", "z", "m") or x.dtype in (float32, float64)
+        require(wanted, f"state.{name} must be float32 or float64, not {x.dtype}: it is updated in place")
+
+
+def no_gradient(*tensors: Tensor | None) -> None:
+    require(
+        not (is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)),
+        "a step updates its state in place and has no gradient: run it under torch.no_grad(), or call the op itself "
+        "with one token",
     )
 
 
@@ -144,6 +177,7 @@ def linear_arguments(
     k: Tensor,
     v: Tensor,
     log_k: Tensor | None,
+    log_decay: Tensor | None,
     initial_state: LinearState | None,
     cu: Tensor | None,
     valid: Tensor | None,
@@ -153,8 +187,36 @@ def linear_arguments(
     if log_k is not None:
         shape("log_k", log_k, tuple(k.shape[:3]), "(B, T, Hk)")
     floating(q, "q", log_k=log_k)
+    decay(log_decay, q, k)
+    require(
+        log_k is None or log_decay is None,
+        "log_k and log_decay can't be combined: sums are held relative to the largest log_k, or decay",
+    )
     mask(valid, q)
     linear_state(initial_state, cu_seqlens(cu, q), k, v, k.shape[3])
+
+
+def delta_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    initial_state: DeltaState | None,
+    cu: Tensor | None,
+    valid: Tensor | None,
+) -> None:
+    """All arguments of delta_rule."""
+    qkv(q, k, v, "F")
+    shape("beta", beta, tuple(k.shape[:3]), "(B, T, Hk)")
+    floating(q, "q", beta=beta)
+    decay(log_decay, q, k)
+    mask(valid, q)
+    rows = cu_seqlens(cu, q)
+    if initial_state is not None:
+        sizes = (rows, k.shape[2], k.shape[3], v.shape[3])
+        shape("initial_state.S", initial_state.S, sizes, "(N, Hk, F, Dv)")
+        floating(k, "k", **{"initial_state.S": initial_state.S})
 
 
 def window_arguments(
@@ -191,6 +253,10 @@ def window_arguments(
     same_dtype("phi_q", phi_q, "phi_k", phi_k)
     if gamma is not None:
         shape("gamma", gamma, (num_heads,), "(H,)")
+    require(
+        (log_q is None) == (log_k is None),
+        f"log_{'q' if log_k is None else 'k'} is given alone: maps give log scales of queries and keys, or none",
+    )
     if log_q is not None:
         shape("log_q", log_q, (batch, length, num_heads), "(B, T, H)")
     if log_k is not None:

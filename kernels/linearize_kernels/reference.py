@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .state import NOTHING_SEEN, LinearState, WindowState, accumulate_dtype
+from .state import NOTHING_SEEN, DeltaState, LinearState, WindowState, accumulate_dtype
 
 
 def linear_attention(
@@ -24,6 +24,7 @@ def linear_attention(
     scale: float = 1.0,
     normalize: bool = True,
     log_k: Tensor | None = None,
+    log_decay: Tensor | None = None,
     initial_state: LinearState | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -31,8 +32,8 @@ def linear_attention(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Any:
-    """For every token: fold its key into the sums, then read them with its query."""
-    checks.linear_arguments(q, k, v, log_k, initial_state, cu_seqlens, mask)
+    """For every token: let the sums decay, fold its key into them, then read them with its query."""
+    checks.linear_arguments(q, k, v, log_k, log_decay, initial_state, cu_seqlens, mask)
     outs, states = [], []
     for row, start, stop, index in _sequences(q, cu_seqlens):
         S, z, m = _start(k.shape[2], k.shape[3], v, log_k)
@@ -42,6 +43,9 @@ def linear_attention(
             if mask is not None and not mask[row, t]:
                 outs.append(torch.zeros(q.shape[2], v.shape[3], dtype=torch.float64, device=q.device))
                 continue
+            if log_decay is not None:
+                decay = _decay(log_decay, row, t)
+                S, z = decay[..., None] * S, decay * z
             S, z, m = _fold(S, z, m, k[row, t], v[row, t], None if log_k is None else log_k[row, t])
             num, den = _read(S, z, scale * q[row, t].double())
             if normalize:
@@ -57,6 +61,49 @@ def linear_attention(
         empty = (0, k.shape[2], k.shape[3], v.shape[3])
         return out, LinearState(*(v.new_zeros(empty[:n], dtype=dtype) for n in (4, 3, 2)))
     return out, LinearState(*(torch.stack(x).to(dtype) for x in zip(*states, strict=True)))
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: DeltaState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str | None = None,
+) -> Any:
+    """For every token: let the sums decay, replace what they hold for its key by its value, read them."""
+    checks.delta_arguments(q, k, v, beta, log_decay, initial_state, cu_seqlens, mask)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    outs, states = [], []
+    for row, start, stop, index in _sequences(q, cu_seqlens):
+        S = _start(k.shape[2], k.shape[3], v, None)[0]
+        if initial_state is not None:
+            S = initial_state.S[index].double()
+        for t in range(start, stop):
+            if mask is not None and not mask[row, t]:
+                outs.append(torch.zeros(q.shape[2], v.shape[3], dtype=torch.float64, device=q.device))
+                continue
+            if log_decay is not None:
+                S = _decay(log_decay, row, t)[..., None] * S
+            key, value = k[row, t].double(), v[row, t].double()
+            held = (key[:, :, None] * S).sum(1)
+            change = beta[row, t].double()[:, None] * (value - held)
+            S = S + key[:, :, None] * change[:, None, :]
+            outs.append((factor * q[row, t].double()[:, :, None] * _per_query(S, q.shape[2])).sum(1))
+        states.append(S)
+    out = _rows(outs, q, v)
+    if not return_state:
+        return out
+    dtype = accumulate_dtype(q, k, v)
+    if not states:
+        return out, DeltaState(v.new_zeros(0, k.shape[2], k.shape[3], v.shape[3], dtype=dtype))
+    return out, DeltaState(torch.stack(states).to(dtype))
 
 
 def window_attention(
@@ -109,8 +156,9 @@ def window_attention(
         if initial_state is not None:
             S, z, m = (x[index].double() for x in initial_state[:3])
             for i in range(window):
-                ring = (initial_state.k[index, i], initial_state.v[index, i])
-                seen[i - window] = (*ring, bool(initial_state.valid[index, i]), i)
+                slot = (int(initial_state.start[index]) + i) % window
+                pair = (initial_state.k[index, slot], initial_state.v[index, slot])
+                seen[i - window] = (*pair, bool(initial_state.valid[index, slot]), i)
             for i in range(sinks):
                 age = int(initial_state.sink_age[index, i])
                 if age > 0:
@@ -190,6 +238,12 @@ def window_attention_step(
     return window_attention(q, k, v, phi_q, phi_k, initial_state=state, return_state=True, **options)
 
 
+def _decay(log_decay: Tensor, row: int, t: int) -> Tensor:
+    """(Hk, 1) or (Hk, F): the factor of the sums at a token, of log_decay (Hk,), (B, T, Hk) or (B, T, Hk, F)."""
+    factor = (log_decay if log_decay.dim() == 1 else log_decay[row, t]).double().exp()
+    return factor[:, None] if factor.dim() == 1 else factor
+
+
 def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int, int]]:
     """(batch row, start, stop, state row) of every sequence."""
     if cu_seqlens is None:
@@ -263,4 +317,5 @@ def _window_state(
         torch.stack([slot[1] for slot in sink_slots]).to(k.dtype) if sinks else k.new_zeros(0, *k.shape[2:]),
         torch.stack([slot[2] for slot in sink_slots]).to(v.dtype) if sinks else v.new_zeros(0, *v.shape[2:]),
         torch.tensor([slot[0] for slot in sink_slots], dtype=torch.int64, device=k.device),
+        torch.zeros((), dtype=torch.int64, device=k.device),
     )

@@ -29,14 +29,21 @@ class LinearState(NamedTuple):
     m: Tensor
 
 
+class DeltaState(NamedTuple):
+    """S (N, Hk, F, Dv): what the delta rule holds for each key, float32, or float64 for float64 inputs."""
+
+    S: Tensor
+
+
 class WindowState(NamedTuple):
     """Linear sums over the keys that have left the window, the last `window` keys and values, and the sinks.
 
-    S, z, m: as in `LinearState`. k (N, w, Hk, D), v (N, w, Hk, Dv): the last w positions, oldest first, in
-    the inputs' dtype. valid (N, w) bool: False at slots that are still empty or padded, where k and v are 0.
+    S, z, m: as in `LinearState`. k (N, w, Hk, D), v (N, w, Hk, Dv): the last w positions, in the inputs'
+    dtype. valid (N, w) bool: False at slots that are still empty or padded, where k and v are 0.
     sink_k (N, n, Hk, D), sink_v (N, n, Hk, Dv): the first n valid tokens. sink_age (N, n) int64: how many
     positions the sink stands before the next token (the token just seen has age 1); 0 at slots that are not
-    filled yet.
+    filled yet. start (N,) int64: the slot of k, v and valid that holds the oldest position; the others follow it
+    in a ring (`ring` puts them in order).
     """
 
     S: Tensor
@@ -48,6 +55,12 @@ class WindowState(NamedTuple):
     sink_k: Tensor
     sink_v: Tensor
     sink_age: Tensor
+    start: Tensor
+
+    def ring(self, x: Tensor) -> Tensor:
+        """x (N, w, ...), one of k, v and valid, with the oldest position first."""
+        order = (self.start[:, None] + torch.arange(x.shape[1], device=x.device)) % max(x.shape[1], 1)
+        return x[torch.arange(x.shape[0], device=x.device)[:, None], order]
 
 
 def accumulate_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -73,6 +86,13 @@ def empty_linear_state(
     )
 
 
+def empty_delta_state(
+    rows: int, kv_heads: int, features: int, v_dim: int, *, dtype: torch.dtype, device: torch.device
+) -> DeltaState:
+    """The state before any token."""
+    return DeltaState(torch.zeros(rows, kv_heads, features, v_dim, dtype=dtype, device=device))
+
+
 def empty_window_state(
     k: Tensor,
     v: Tensor,
@@ -95,4 +115,5 @@ def empty_window_state(
         k.new_zeros(rows, sinks, heads, dim),
         v.new_zeros(rows, sinks, heads, v_dim),
         torch.zeros(rows, sinks, dtype=torch.int64, device=k.device),
+        torch.zeros(rows, dtype=torch.int64, device=k.device),
     )

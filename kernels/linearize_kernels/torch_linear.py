@@ -1,224 +1,265 @@
 """Chunked linear attention in PyTorch: batched matrix products over chunks, a short loop over their states.
 
-B batch, T length, Hk key/value heads, G query heads per key/value head, F feature dim, Dv value dim; n chunks
-of C tokens. Inside, heads come before time and the G query heads of one token are neighbouring rows: (B, Hk,
-T, G, .), so that keys and values are never repeated for their query heads.
+B batch, T length, H query heads, Hk key/value heads, G = H / Hk, F feature dim, Dv value dim; n chunks of C tokens a
+span, N = n B Hk rows of products, R = B Hk. The G query heads of a key/value head share its products, so keys and
+values are never repeated. States in a span: (n + 1, R, F, Dv), before each chunk and after the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .state import NOTHING_SEEN, LinearState, accumulate_dtype, empty_linear_state
+from . import torch_step
+from .packed import on_sequences
+from .state import NOTHING_SEEN, accumulate_dtype
+from .torch_blocks import Span, load, store
+from .torch_factors import decay_gradient
+from .torch_plan import Plan, plan, queries, store_queries
 
-CHUNK = 64
-# Query rows (batch x tokens x heads) worked on at once: on a CPU their score blocks should stay in cache.
-ROWS = 4096
-ROWS_ON_DEVICE = 1 << 18
-
-
-class Sums(NamedTuple):
-    """num (B, Hk, T, G, Dv) and den (B, Hk, T, G), both relative to exp(m), m (B, Hk, T) or None for 0."""
-
-    num: Tensor
-    den: Tensor
-    m: Tensor | None
-    state: LinearState
+step = torch_step.linear_step
 
 
-def spans(q: Tensor, chunk: int, most: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """(start, n, C): cover q (B, T, Hk, G, .) by n <= most chunks of C tokens, the last maybe shorter."""
-    length = q.shape[1]
-    rows = ROWS if q.device.type == "cpu" else ROWS_ON_DEVICE
-    group = most or rows // (q.shape[0] * q.shape[2] * q.shape[3] * chunk or 1) or 1
-    start = 0
-    while length - start >= chunk:
-        n = min(group, (length - start) // chunk)
-        yield start, n, chunk
-        start += n * chunk
-    if start < length:
-        yield start, 1, length - start
+def states_before(k: Tensor, v: Tensor, chunk: Tensor | None, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """(n + 1, R, F, Dv) and (n + 1, R, F) for keys k (N, C, F) as the chunk's end sees them, from S and z (R, ...)."""
+    n = k.shape[0] // S.shape[0]
+    S_all, z_all = S.new_empty(n + 1, *S.shape), z.new_empty(n + 1, *z.shape)
+    S_all[0], z_all[0] = S, z
+    torch.bmm(k.transpose(1, 2), v, out=S_all[1:].view(-1, *S.shape[1:]))
+    torch.sum(k, 1, out=z_all[1:].view(-1, z.shape[1]))
+    for i in range(n):
+        if chunk is None:
+            S_all[i + 1] += S_all[i]
+            z_all[i + 1] += z_all[i]
+        else:
+            S_all[i + 1].addcmul_(S_all[i], chunk[i])
+            z_all[i + 1].addcmul_(z_all[i], chunk[i, ..., 0])
+    return S_all, z_all
 
 
-def heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T, Hk, ...) to (B, Hk, T, ...), contiguous, in `dtype`."""
-    # One pass where the dtype changes; `to` alone leaves the layout as it is where it doesn't.
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).contiguous()
+def states_after(dS: Tensor, dz: Tensor, chunk: Tensor | None) -> None:
+    """Add to the gradients on each chunk's state, of its own reading (n + 1, R, ...), what later chunks make of it."""
+    for i in range(dS.shape[0] - 2, -1, -1):
+        if chunk is None:
+            dS[i] += dS[i + 1]
+            dz[i] += dz[i + 1]
+        else:
+            dS[i].addcmul_(dS[i + 1], chunk[i])
+            dz[i].addcmul_(dz[i + 1], chunk[i, ..., 0])
 
 
-def group_heads(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, T, H, ...) to (B, T, Hk, G, ...)."""
-    return x.unflatten(2, (kv_heads, -1))
-
-
-def causal_sums(q: Tensor, k: Tensor, v: Tensor, log_k: Tensor | None, state: LinearState) -> Sums:
-    """The sums over keys j <= t for every query t, T >= 1.
-
-    q (B, T, Hk, G, F), k (B, T, Hk, F), v (B, T, Hk, Dv), any dtype; log_k (B, T, Hk) in the state's dtype.
-    Keys that should not count must be 0, with NOTHING_SEEN as their log_k.
-    """
-    dtype = state.S.dtype
-    S, z, m = state
-    logs = running = None
-    if log_k is not None:
-        logs = heads_first(log_k, dtype)
-        running = torch.maximum(logs.cummax(-1).values, m[..., None])
-    nums, dens = [], []
-    for start, n, chunk in spans(q, CHUNK):
-        part = slice(start, start + n * chunk)
-        q_b = heads_first(q[:, part], dtype).unflatten(2, (n, chunk))
-        k_b = heads_first(k[:, part], dtype).unflatten(2, (n, chunk))
-        v_b = heads_first(v[:, part], dtype).unflatten(2, (n, chunk))
-        decay = None
-        if logs is not None and running is not None:
-            decay = _Decay.of(
-                logs[..., part].unflatten(-1, (n, chunk)),
-                running[..., part].unflatten(-1, (n, chunk)),
-                m,
-            )
-            m = running[..., part.stop - 1]
-        num, den, S, z = _super_block(q_b, k_b, v_b, decay, S, z)
-        nums.append(num)
-        dens.append(den)
-    num = nums[0] if len(nums) == 1 else torch.cat(nums, 2)
-    den = dens[0] if len(dens) == 1 else torch.cat(dens, 2)
-    return Sums(num, den, running, LinearState(S, z, m))
-
-
-class _Decay(NamedTuple):
-    """Factors that bring every term to the scale it is summed at; all are exp of something <= 0."""
-
-    pair: Tensor  # (B, Hk, n, C, C): key j as query t sees it, 0 for j > t
-    key: Tensor  # (B, Hk, n, C): key j as the chunk's end sees it
-    query: Tensor  # (B, Hk, n, C): the state before the chunk as query t sees it
-    chunk: Tensor  # (B, Hk, n): the state before the chunk as the chunk's end sees it
-
-    @staticmethod
-    def of(logs: Tensor, running: Tensor, m: Tensor) -> _Decay:
-        end = running[..., -1]
-        before = torch.cat([m[..., None], end[..., :-1]], -1)
-        # A future key may lie above the maximum so far: masked before exp, else it would overflow.
-        pair = logs[..., None, :] - running[..., :, None]
-        pair = pair.masked_fill(_future(pair.shape[-1], pair.device), -torch.inf).exp()
-        return _Decay(
-            pair,
-            (logs - end[..., None]).exp(),
-            (before[..., None] - running).exp(),
-            (before - end).exp(),
-        )
-
-
-def _future(length: int, device: torch.device) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
-
-
-def _super_block(
-    q: Tensor, k: Tensor, v: Tensor, decay: _Decay | None, S: Tensor, z: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """num, den, S, z of n chunks: q (B, Hk, n, C, G, F), k (B, Hk, n, C, F), v (B, Hk, n, C, Dv)."""
-    batch, heads, n, chunk, groups, features = q.shape
-    flat = (batch * heads * n, chunk * groups, features)
-    q_rows = q.reshape(flat)
-    scores = torch.bmm(q_rows, k.reshape(-1, chunk, features).transpose(1, 2)).view(*q.shape[:-1], chunk)
-    if decay is None:
-        k_end, q_start = k, q_rows
-        scores = _causal_(scores)
-    else:
-        k_end = k * decay.key[..., None]
-        q_start = (q * decay.query[..., None, None]).reshape(flat)
-        scores = scores * decay.pair[..., :, None, :]
-    befores, S, z = _chunk_states(k_end, v, None if decay is None else decay.chunk, S, z)
-    S_before, z_before = befores
-    rows = scores.view(flat[0], flat[1], chunk)
-    num = torch.baddbmm(
-        torch.bmm(rows, v.reshape(-1, chunk, v.shape[-1])),
-        q_start,
-        S_before.reshape(-1, features, v.shape[-1]),
-    )
-    den = rows.sum(-1) + torch.bmm(q_start, z_before.reshape(-1, features, 1)).squeeze(-1)
-    shape = (batch, heads, n * chunk, groups)
-    return num.view(*shape, -1), den.view(shape), S, z
-
-
-def _causal_(scores: Tensor) -> Tensor:
-    """Zero the future in scores (..., C, G, C), in place."""
-    if scores.shape[-2] == 1:
-        return scores.squeeze(-2).tril_().unsqueeze(-2)
-    return scores.masked_fill_(_future(scores.shape[-1], scores.device)[:, None, :], 0)
-
-
-def _chunk_states(
-    k: Tensor, v: Tensor, decay: Tensor | None, S: Tensor, z: Tensor
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """The states before each chunk, (B, Hk, n, F, Dv) and (B, Hk, n, F), and the ones after the last."""
-    added = torch.matmul(k.transpose(-1, -2), v)
-    added_z = k.sum(-2)
-    if k.shape[2] == 1 and decay is None:
-        return (
-            (S.unsqueeze(2), z.unsqueeze(2)),
-            S + added[:, :, 0],
-            z + added_z[:, :, 0],
-        )
-    S_list, z_list = [], []
-    for i in range(k.shape[2]):
-        S_list.append(S)
-        z_list.append(z)
-        if decay is not None:
-            S, z = S * decay[:, :, i, None, None], z * decay[:, :, i, None]
-        S, z = S + added[:, :, i], z + added_z[:, :, i]
-    return (torch.stack(S_list, 2), torch.stack(z_list, 2)), S, z
-
-
-def linear_attention(
+def causal_sums(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    S: Tensor,
+    z: Tensor,
+    scale: float,
+    how: Plan,
+    finish: Callable[[Span, Tensor, Tensor], None],
+) -> tuple[Tensor, Tensor]:
+    """S and z at the end; finish(span, num, den) gets the sums (N, G, C, Dv) and (N, G, C), which it may overwrite."""
+    shapes, kv_heads, dtype = (S.shape, z.shape), k.shape[2], how.dtype
+    S, z = S.flatten(0, 1), z.flatten(0, 1)
+    for span in how.cover:
+        factors = how.factors(span)
+        q_b, k_b, v_b = queries(q, span, kv_heads, dtype), load(k, span, dtype), load(v, span, dtype)
+        if scale != 1.0:
+            q_b = q_b * scale
+        S_all, z_all = states_before(factors.write(k_b), v_b, factors.chunk, S, z)
+        scores = factors.scores(q_b, k_b)
+        rows, old = scores.flatten(1, 2), factors.read(q_b).flatten(1, 2)
+        num = torch.bmm(rows, v_b).baddbmm_(old, S_all[:-1].flatten(0, 1))
+        den = rows.sum(-1, keepdim=True).baddbmm_(old, z_all[:-1].flatten(0, 1)[..., None])
+        finish(span, num.view(*scores.shape[:3], -1), den.view(scores.shape[:3]))
+        S, z = S_all[-1], z_all[-1]
+    return S.reshape(shapes[0]).clone(), z.reshape(shapes[1]).clone()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_k: Tensor | None,
+    log_decay: Tensor | None,
+    S: Tensor,
+    z: Tensor,
+    m: Tensor,
+    cu_seqlens: Tensor | None,
     scale: float,
     normalize: bool,
-    log_k: Tensor | None,
-    state: LinearState | None,
-    mask: Tensor | None,
     eps: float,
-) -> tuple[Tensor, LinearState]:
-    """`linearize_kernels.linear_attention` on checked arguments, without `cu_seqlens`."""
-    dtype = accumulate_dtype(q, k, v)
-    if state is None:
-        state = empty_linear_state(
-            q.shape[0],
-            k.shape[2],
-            k.shape[3],
-            v.shape[3],
-            logs=log_k is not None,
-            dtype=dtype,
-            device=q.device,
-        )
-    state = LinearState(*(x.to(dtype) for x in state))
-    if q.shape[1] == 0:
-        return v.new_zeros(*q.shape[:3], v.shape[3]), state
-    if mask is not None:
-        q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (q, k, v))
-    if log_k is not None:
-        log_k = log_k.to(dtype)
-        log_k = log_k if mask is None else log_k.masked_fill(~mask[..., None], NOTHING_SEEN)
-    if scale != 1.0:
-        q = q.to(dtype) * scale
-    sums = causal_sums(group_heads(q, k.shape[2]), k, v, log_k, state)
-    if normalize:
-        out = sums.num / sums.den.clamp_min(eps)[..., None]
-    elif sums.m is not None:
-        out = sums.num * sums.m.exp()[..., None, None]
-        if mask is not None:  # exp(m) may be inf, and inf * 0 is not the 0 that a masked query gives
-            out = out.masked_fill(~mask[:, None, :, None, None], 0)
-    else:
-        out = sums.num
-    return merge_heads(out, v.dtype), sums.state
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out (B, T, H, Dv), den (B, T, H) before the floor eps, and the final S, z and m."""
+    if cu_seqlens is not None:
+
+        def run(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            log_k: Tensor | None,
+            log_decay: Tensor | None,
+            S: Tensor,
+            z: Tensor,
+            m: Tensor,
+        ) -> Any:
+            out, den, *ends = forward(q, k, v, log_k, log_decay, S, z, m, None, scale, normalize, eps)
+            return [out, den if normalize else None], ends
+
+        tokens = (q, k, v, log_k, log_decay)
+        (out, den), ends = on_sequences(run, tokens, (S, z, m), cu_seqlens, {3: NOTHING_SEEN})
+        return cast(Any, (out, S.new_empty(0) if den is None else den, *ends))
+    dtype = accumulate_dtype(q, k, v, S)
+    how = plan(q, log_k, log_decay, m, dtype)
+    out = v.new_empty(*q.shape[:3], v.shape[3])
+    den = S.new_empty(q.shape[:3] if normalize else 0)
+
+    def finish(span: Span, num: Tensor, below: Tensor) -> None:
+        if normalize:
+            store_queries(den, span, below)
+            num.div_(below.clamp_min_(eps)[..., None])
+        elif how.running is not None:
+            num.mul_(load(how.running, span, dtype)[:, None, :, None].exp())
+        store_queries(out, span, num)
+
+    S, z = causal_sums(q, k, v, S.to(dtype), z.to(dtype), scale, how, finish)
+    return out, den, S, z, m.clone() if how.running is None else how.running[:, -1].clone()
 
 
-def merge_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, Hk, T, G, Dv) to (B, T, Hk * G, Dv) in `dtype`."""
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2, 3)
+def causal_sums_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    S: Tensor,
+    z: Tensor,
+    dS: Tensor,
+    dz: Tensor,
+    scale: float,
+    how: Plan,
+    gradients: Callable[[Span], tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """dq, dk, dv, dlog_k or dlog_decay (in the sums' dtype), and dS, dz of the states before.
+
+    gradients(span) gives those by the sums, num (N, G, C, Dv) and den (N, G, C) or None for none; it may be written to.
+    """
+    shapes, kv_heads, dtype = (S.shape, z.shape), k.shape[2], how.dtype
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    S, z, dS, dz = (x.flatten(0, 1) for x in (S, z, dS.to(dtype), dz.to(dtype)))
+    starts = []  # the states that spans start from
+    for span in how.cover:
+        starts.append((S, z))
+        factors = how.factors(span)
+        S_all, z_all = states_before(factors.write(load(k, span, dtype)), load(v, span, dtype), factors.chunk, S, z)
+        S, z = S_all[-1].clone(), z_all[-1].clone()
+    at_end = None
+    exponent = None if how.scaled is None else how.scaled.new_empty(how.scaled.shape, dtype=dtype)
+    if exponent is not None and how.running is None:
+        at_end = ((S * dS).sum(-1) + z * dz).view(shapes[1])
+        at_end = at_end.sum(-1) if exponent.dim() == 3 else at_end
+    for span in reversed(how.cover):
+        factors, (S, z) = how.factors(span), starts.pop()
+        q_b, k_b, v_b = queries(q, span, kv_heads, dtype), load(k, span, dtype), load(v, span, dtype)
+        if scale != 1.0:
+            q_b = q_b * scale
+        d_num, d_den = gradients(span)
+        k_end, old = factors.write(k_b), factors.read(q_b).flatten(1, 2)
+        S_all, z_all = states_before(k_end, v_b, factors.chunk, S, z)
+        d_rows = d_num.flatten(1, 2)
+        dS_all, dz_all = torch.empty_like(S_all), torch.zeros_like(z_all)
+        dS_all[-1], dz_all[-1] = dS, dz
+        torch.bmm(old.transpose(1, 2), d_rows, out=dS_all[:-1].flatten(0, 1))
+        d_old = torch.bmm(d_rows, S_all[:-1].flatten(0, 1).transpose(1, 2))
+        d_scores = torch.bmm(d_rows, v_b.transpose(1, 2))
+        if d_den is not None:
+            below = d_den.flatten(1, 2)[..., None]
+            torch.bmm(old.transpose(1, 2), below, out=dz_all[:-1].flatten(0, 1)[..., None])
+            d_old.addcmul_(below, z_all[:-1].flatten(0, 1)[:, None])
+            d_scores += below
+        states_after(dS_all, dz_all, factors.chunk)
+        after, after_z = dS_all[1:].flatten(0, 1), dz_all[1:].flatten(0, 1)
+        scores = factors.scores(q_b, k_b).flatten(1, 2)
+        dv_b = torch.bmm(scores.transpose(1, 2), d_rows).baddbmm_(k_end, after)
+        dk_end = torch.baddbmm(after_z[:, None], v_b, after.transpose(1, 2))
+        dq_b, dk_b = factors.scores_backward(d_scores.view(*q_b.shape[:3], -1), q_b, k_b)
+        dq_b += factors.read(d_old.view_as(q_b))
+        dk_b += factors.write(dk_end)
+        if exponent is not None:
+            by_feature = k_b * dk_b
+            if how.running is None:
+                by_feature = (q_b * dq_b).sum(1) - by_feature
+            store(exponent, span, by_feature if exponent.dim() == 4 else by_feature.sum(-1))
+        store_queries(dq, span, dq_b * scale if scale != 1.0 else dq_b)
+        store(dk, span, dk_b)
+        store(dv, span, dv_b)
+        dS, dz = dS_all[0], dz_all[0]
+    if at_end is not None and exponent is not None:
+        exponent = decay_gradient(exponent, at_end)
+    return dq, dk, dv, exponent, dS.reshape(shapes[0]).clone(), dz.reshape(shapes[1]).clone()
+
+
+def backward(
+    d_out: Tensor,
+    dS: Tensor,
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_k: Tensor | None,
+    log_decay: Tensor | None,
+    S: Tensor,
+    z: Tensor,
+    m: Tensor,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    den: Tensor,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """dq, dk, dv, dlog_k, dlog_decay, and dS, dz of the states before."""
+    if cu_seqlens is not None:
+
+        def run(
+            d_out: Tensor,
+            out: Tensor,
+            den: Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            log_k: Tensor | None,
+            log_decay: Tensor | None,
+            dS: Tensor,
+            dz: Tensor,
+            S: Tensor,
+            z: Tensor,
+            m: Tensor,
+        ) -> Any:
+            grads = backward(d_out, dS, dz, q, k, v, log_k, log_decay, S, z, m, None, out, den, scale, normalize, eps)
+            return grads[:5], grads[5:]
+
+        tokens = (d_out, out, den if normalize else None, q, k, v, log_k, log_decay)
+        grads, starts = on_sequences(run, tokens, (dS, dz, S, z, m), cu_seqlens, {6: NOTHING_SEEN})
+        return cast(Any, (*grads, *starts))
+    dtype = accumulate_dtype(q, k, v, S)
+    how = plan(q, log_k, log_decay, m, dtype)
+
+    def gradients(span: Span) -> tuple[Tensor, Tensor | None]:
+        d = queries(d_out, span, k.shape[2], dtype)
+        if normalize:
+            below = queries(den, span, k.shape[2], dtype)
+            d_ratio = d / below.clamp_min(eps)[..., None]
+            d_den = (d_ratio * queries(out, span, k.shape[2], dtype)).sum(-1).neg_()
+            return d_ratio, d_den.masked_fill_(below < eps, 0)
+        if how.running is None:
+            return d, None
+        size = load(how.running, span, dtype)[:, None, :, None].exp()
+        return torch.where(d == 0, 0, d * size), None  # 0 stays 0 where exp(m) is inf
+
+    dq, dk, dv, by_scale, dS, dz = causal_sums_backward(
+        q, k, v, S.to(dtype), z.to(dtype), dS, dz, scale, how, gradients
+    )
+    logs = (None if x is None or by_scale is None else by_scale.to(x.dtype) for x in (log_k, log_decay))
+    return cast(Any, (dq, dk, dv, *logs, dS, dz))

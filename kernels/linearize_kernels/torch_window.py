@@ -1,9 +1,8 @@
 """Exact softmax over a sliding window and linear attention over all older keys, in PyTorch.
 
-B batch, T length, H query heads, Hk key/value heads, G = H / Hk, D key dim, Dv value dim, F feature dim, w
-window, n sinks. The exact part works on blocks of C queries against the C + w - 1 keys they can see; the
-linear part is plain causal linear attention of query t over keys that lag w positions behind it. Layouts as
-in `torch_linear`.
+B batch, T length, L = T or w + T keys, H query heads, Hk key/value heads, G = H / Hk, D key dim, Dv value dim, F
+feature dim, w window, s sinks. The exact part works on blocks of queries (`torch_softmax`); the linear part is causal
+linear attention (`torch_linear`) of query t over keys that lag w positions behind it.
 """
 
 from __future__ import annotations
@@ -12,232 +11,198 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .state import (
-    NOTHING_SEEN,
-    LinearState,
-    WindowState,
-    accumulate_dtype,
-    empty_window_state,
-)
-from .torch_linear import causal_sums, group_heads, heads_first, merge_heads, spans
-from .window_keys import Keys, Sinks, all_keys, find_sinks, is_sink, next_state
+from . import torch_step
+from .state import accumulate_dtype
+from .torch_blocks import Span
+from .torch_linear import causal_sums, causal_sums_backward
+from .torch_plan import Plan, plan, queries, store_queries
+from .torch_softmax import Near, blocks, from_rows, to_rows
 
-# Queries per block: a block computes (C + w) / w times the scores it needs, but smaller ones copy more keys.
-BLOCK = 32
-LARGE_BLOCK = 128
-# Windows above this are worked off in large blocks, one by one; up to it, blocks are stacked in one product.
-LARGE_WINDOW = 256
+step = torch_step.window_step
 
 
-class Exact(NamedTuple):
-    """num (B, Hk, T, G, Dv), den (B, Hk, T, G) relative to exp(top), top (B, Hk, T, G) the largest score."""
+class Far(NamedTuple):
+    """The linear part: of queries `first` .. T - 1, over the n keys that leave the window."""
 
-    num: Tensor
-    den: Tensor
-    top: Tensor
+    first: int
+    q: Tensor  # (B, n, H, F)
+    k: Tensor  # (B, n, Hk, F)
+    v: Tensor  # (B, n, Hk, Dv)
+    how: Plan | None  # None where no key leaves the window
 
 
-def window_attention(
+def _far(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    values: Tensor,
     phi_q: Tensor,
     phi_k: Tensor,
-    *,
+    log_k: Tensor | None,
+    m: Tensor,
     window: int,
-    sinks: int,
-    gamma: Tensor | None,
-    scale: float,
+    dtype: torch.dtype,
+) -> Far:
+    length = q.shape[1]
+    first = window - (values.shape[1] - length)
+    n = max(length - first, 0)
+    parts = phi_q[:, first:] if n else phi_q[:, :0], phi_k[:, :n], values[:, :n]
+    return Far(first, *parts, plan(parts[0], None if log_k is None else log_k[:, :n], None, m, dtype) if n else None)
+
+
+def _log_far(log_q: Tensor | None, m: Tensor, far: Far, dtype: torch.dtype) -> Tensor | None:
+    """(B, T, H): the log scale of every query's linear part; None where it is that of the exact part."""
+    if log_q is None:
+        return None
+    running = m[:, None].expand(-1, log_q.shape[1], -1)
+    if far.how is not None and far.how.running is not None:
+        running = torch.cat([running[:, : far.first], far.how.running], 1)
+    return log_q.to(dtype) + running.repeat_interleave(log_q.shape[2] // m.shape[1], 2)
+
+
+def forward(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid: Tensor,
+    phi_q: Tensor,
+    phi_k: Tensor,
     log_q: Tensor | None,
     log_k: Tensor | None,
-    softcap: float | None,
-    state: WindowState | None,
-    mask: Tensor | None,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    sink_position: Tensor,
+    gamma: Tensor,
+    S: Tensor,
+    z: Tensor,
+    m: Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
     eps: float,
-) -> tuple[Tensor, WindowState]:
-    """`linearize_kernels.window_attention` on checked arguments, without `cu_seqlens`."""
-    dtype = accumulate_dtype(q, k, v, phi_q, phi_k)
-    batch, length = q.shape[:2]
-    kv_heads = k.shape[2]
-    continued = state is not None
-    if state is None:
-        state = empty_window_state(
-            k,
-            v,
-            rows=batch,
-            features=phi_q.shape[3],
-            window=window,
-            sinks=sinks,
-            logs=log_k is not None,
-            dtype=dtype,
-        )
-    linear = LinearState(*(x.to(dtype) for x in (state.S, state.z, state.m)))
-    if length == 0:
-        return v.new_zeros(*q.shape[:3], v.shape[3]), state._replace(S=linear.S, z=linear.z, m=linear.m)
-    if mask is None:
-        valid = torch.ones(batch, length, dtype=torch.bool, device=q.device)
-    else:
-        valid = mask
-        q, k, v, phi_q = (x.masked_fill(~mask[..., None, None], 0) for x in (q, k, v, phi_q))
-        log_q = None if log_q is None else log_q.masked_fill(~mask[..., None], 0)
-    keys = all_keys(state if continued else None, k, v, valid)
-    kept = find_sinks(state, k, v, valid, sinks)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out (B, T, H, Dv), den (B, T, H) before the floor eps, top (B, T, H): the scale of den, and the final S, z, m.
 
-    exact = exact_sums(group_heads(q, kv_heads), keys, kept, window, scale, softcap, dtype)
-    weight = None if gamma is None else gamma.to(dtype).unflatten(0, (kv_heads, 1, -1))
-    # Queries 0 .. T - 1 fold the keys at indices 0 .. T - 1 of `keys` if these start w positions before the
-    # call; without a ring only queries w .. T - 1 fold any.
-    first = 0 if continued else window
-    if first < length:
-        folded = length - first
-        counts = keys.valid[:, :folded] & ~is_sink(kept, keys, folded)
-        phi = phi_k[:, :folded].masked_fill(~counts[..., None, None], 0)
-        logs = None
-        if log_k is not None:
-            logs = log_k[:, :folded].to(dtype).masked_fill(~counts[..., None], NOTHING_SEEN)
-        sums = causal_sums(
-            group_heads(phi_q[:, first:], kv_heads),
-            phi,
-            keys.v[:, :folded],
-            logs,
-            linear,
-        )
-        linear = sums.state
-        old = _as_exact(sums.num, sums.den, sums.m, first)
-        out = combine(exact, old, weight, log_q, dtype, eps)
-    else:
-        out = _ratio(*_weighted(exact, weight), eps)
-    if mask is not None:  # a padded query still sees the real keys before it
-        out = out.masked_fill(~mask[:, None, :, None, None], 0)
-    new_state = next_state(state, keys, kept, linear, length, window)
-    return merge_heads(out, v.dtype), new_state
+    Where all keys are the call's (L = T), the state is the empty one.
+    """
+    dtype = accumulate_dtype(q, keys, values, phi_q, phi_k, S)
+    S, z = S.to(dtype), z.to(dtype)
+    num = values.new_zeros(*q.shape[:3], values.shape[3], dtype=dtype)
+    den = num.new_zeros(q.shape[:3])
+    far = _far(q, values, phi_q, phi_k, log_k, m, window, dtype)
+    log_far = _log_far(log_q, m, far, dtype)
+    if far.how is not None:
+
+        def keep(span: Span, block_num: Tensor, block_den: Tensor) -> None:
+            store_queries(num[:, far.first :], span, block_num)
+            store_queries(den[:, far.first :], span, block_den)
+
+        S, z = causal_sums(far.q, far.k, far.v, S, z, 1.0, far.how, keep)
+        m = m if far.how.running is None else far.how.running[:, -1]
+    out, top = values.new_empty(num.shape), torch.empty_like(den)
+    near = Near(keys, values, valid, sink_k, sink_v, sink_position, window, scale, softcap, dtype)
+    weight = gamma.to(dtype).view(1, m.shape[1], 1, -1, 1)
+    for block in blocks(q, near):
+        best = block.best()
+        scale_far, add = None, [to_rows(x, block.part, m.shape[1]) for x in (num, den)]
+        if log_far is not None:
+            old = to_rows(log_far, block.part, m.shape[1])
+            scale_far = (old - torch.maximum(best, old)).exp()
+            best = torch.maximum(best, old)
+        weights = (block.scores - best[..., None]).exp_()
+        near_num, near_den = block.times_values(weights).mul_(weight[..., None]), weights.sum(-1).mul_(weight)
+        if scale_far is None:
+            near_num.add_(add[0])
+            near_den.add_(add[1])
+        else:
+            near_num.addcmul_(add[0], scale_far[..., None])
+            near_den.addcmul_(add[1], scale_far)
+        from_rows(out, block.part, near_num.div_(near_den.clamp_min(eps)[..., None]))
+        from_rows(den, block.part, near_den)
+        from_rows(top, block.part, best)
+    return out, den, top, S.clone(), z.clone(), m.clone()
 
 
-def _as_exact(num: Tensor, den: Tensor, m: Tensor | None, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The linear sums, padded in front for the `first` queries that have none."""
-    if first:
-        num, den = F.pad(num, (0, 0, 0, 0, first, 0)), F.pad(den, (0, 0, first, 0))
-        m = None if m is None else F.pad(m, (first, 0), value=NOTHING_SEEN)
-    return num, den, m
-
-
-def _weighted(exact: Exact, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    if weight is None:
-        return exact.num, exact.den
-    return exact.num * weight[..., None], exact.den * weight
-
-
-def _ratio(num: Tensor, den: Tensor, eps: float) -> Tensor:
-    return num / den.clamp_min(eps)[..., None]
-
-
-def combine(
-    exact: Exact,
-    old: tuple[Tensor, Tensor, Tensor | None],
-    weight: Tensor | None,
+def backward(
+    d_out: Tensor,
+    dS: Tensor,
+    dz: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid: Tensor,
+    phi_q: Tensor,
+    phi_k: Tensor,
     log_q: Tensor | None,
-    dtype: torch.dtype,
+    log_k: Tensor | None,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    sink_position: Tensor,
+    gamma: Tensor,
+    S: Tensor,
+    z: Tensor,
+    m: Tensor,
+    out: Tensor,
+    den: Tensor,
+    top: Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
     eps: float,
-) -> Tensor:
-    """One numerator over one denominator (B, Hk, T, G, Dv)."""
-    num, den, m = old
-    if log_q is None and m is None:
-        near_num, near_den = _weighted(exact, weight)
-        return _ratio(near_num + num, near_den + den, eps)
-    if log_q is None:
-        scale_old = exact.top
-    else:
-        scale_old = heads_first(group_heads(log_q, exact.top.shape[1]), dtype)
-    if m is not None:
-        scale_old = scale_old + m[..., None]
-    top = torch.maximum(exact.top, scale_old)
-    near = (exact.top - top).exp()
-    near = near if weight is None else near * weight
-    far = (scale_old - top).exp()
-    return _ratio(
-        exact.num * near[..., None] + num * far[..., None],
-        exact.den * near + den * far,
-        eps,
+) -> tuple[Tensor | None, ...]:
+    """dq, dkeys, dvalues, dphi_q, dphi_k, dlog_q, dlog_k, dsink_k, dsink_v, dgamma, and dS, dz of the state before."""
+    dtype = accumulate_dtype(q, keys, values, phi_q, phi_k, S)
+    kv_heads = m.shape[1]
+    near = Near(keys, values, valid, sink_k, sink_v, sink_position, window, scale, softcap, dtype)
+    dq, d_near = torch.empty_like(q), near.zeros()
+    d_weight = gamma.new_zeros(kv_heads, gamma.shape[0] // kv_heads, dtype=dtype)
+    weight = gamma.to(dtype).view(1, kv_heads, 1, -1, 1)
+    for block in blocks(q, near):
+        g = to_rows(d_out, block.part, kv_heads).to(dtype)
+        below, ratio = (to_rows(x, block.part, kv_heads).to(dtype) for x in (den, out))
+        # The largest score is found again, not read: some score must equal it to the last bit.
+        best = block.best() if log_q is None else to_rows(top, block.part, kv_heads)
+        d_num = g / below.clamp_min(eps)[..., None]
+        d_den = (d_num * ratio).sum(-1).neg_().masked_fill_(below < eps, 0)
+        weights = (block.scores - best[..., None]).exp_()
+        d = block.by_values(d_num).add_(d_den[..., None]).mul_(weights)
+        total = d.sum(-1)
+        d_weight += total.sum((0, 2, 4))
+        if log_q is None:  # best is the largest score, and part of the function
+            largest = block.scores == best[..., None]
+            d.addcmul_(largest, (total / largest.sum(-1).clamp_min_(1))[..., None], value=-1)
+        from_rows(dq, block.part, block.backward(d, weights, d_num, weight[..., None], d_near))
+    dkeys, dvalues, dsink_k, dsink_v = near.unpadded(d_near)
+
+    far = _far(q, values, phi_q, phi_k, log_k, m, window, dtype)
+    dphi_q, dphi_k = torch.zeros_like(phi_q), torch.zeros_like(phi_k)
+    dlog_q = None if log_q is None else torch.zeros_like(log_q)
+    dlog_k = None if log_k is None else torch.zeros_like(log_k)
+    if far.how is not None:
+        log_far = _log_far(log_q, m, far, dtype)
+
+        def gradients(span: Span) -> tuple[Tensor, Tensor]:
+            late = (x[:, far.first :] for x in (d_out, den, out))
+            g, below, ratio = (queries(x, span, kv_heads, dtype) for x in late)
+            d_num = g / below.clamp_min(eps)[..., None]
+            d_den = (d_num * ratio).sum(-1).neg_().masked_fill_(below < eps, 0)
+            if log_far is None:
+                return d_num, d_den
+            size = queries((log_far - top)[:, far.first :], span, kv_heads, dtype).exp()
+            return d_num * size[..., None], d_den * size
+
+        d_far_q, d_far_k, d_far_v, d_log, dS, dz = causal_sums_backward(
+            far.q, far.k, far.v, S.to(dtype), z.to(dtype), dS, dz, 1.0, far.how, gradients
+        )
+        n = d_far_k.shape[1]
+        dphi_q[:, far.first :], dphi_k[:, :n] = d_far_q, d_far_k
+        dvalues[:, :n] += d_far_v
+        if dlog_q is not None:
+            dlog_q[:, far.first :] = (far.q.to(dtype) * d_far_q).sum(-1)
+        if dlog_k is not None and d_log is not None:
+            dlog_k[:, :n] = d_log
+    grads = (dkeys, dvalues, dsink_k, dsink_v)
+    dkeys, dvalues, dsink_k, dsink_v = (
+        x.to(y.dtype) for x, y in zip(grads, (keys, values, sink_k, sink_v), strict=True)
     )
-
-
-def exact_sums(
-    q: Tensor,
-    keys: Keys,
-    sinks: Sinks,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    dtype: torch.dtype,
-) -> Exact:
-    """Softmax sums of q (B, T, Hk, G, D) over the last `window` keys, and over the sinks older than that."""
-    large = window > LARGE_WINDOW
-    parts = []
-    for start, n, size in spans(q, LARGE_BLOCK if large else BLOCK, 1 if large else None):
-        parts.append(_exact_block(q, keys, sinks, window, scale, softcap, dtype, start, n, size))
-    if len(parts) == 1:
-        return parts[0]
-    return Exact(*(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True)))
-
-
-def _exact_block(
-    q: Tensor,
-    keys: Keys,
-    sinks: Sinks,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    dtype: torch.dtype,
-    start: int,
-    n: int,
-    size: int,
-) -> Exact:
-    """`exact_sums` of the n * size queries from `start` on."""
-    stop = start + n * size
-    batch, _, heads, groups, dim = q.shape
-    q_rows = (heads_first(q[:, start:stop], dtype) * scale).view(batch, heads, n, size * groups, dim)
-    # The first block sees w - 1 older keys, where there are as many; stacked blocks are all given w - 1.
-    older = min(window - 1, keys.before + start)
-    missing = window - 1 - older if n > 1 else 0
-    part = slice(keys.before + start - older, keys.before + stop)
-    span = size + older + missing
-    k_b = _blocks(keys.k[:, part], missing, span, size, dtype)
-    v_b = _blocks(keys.v[:, part], missing, span, size, dtype)
-    hidden = _hidden(keys.valid[:, part], missing, span, size, window)
-    if sinks.k.shape[1]:
-        k_b = torch.cat([k_b, heads_first(sinks.k, dtype).unsqueeze(2).expand(-1, -1, n, -1, -1)], 3)
-        v_b = torch.cat([v_b, heads_first(sinks.v, dtype).unsqueeze(2).expand(-1, -1, n, -1, -1)], 3)
-        time = torch.arange(start, stop, device=q.device).view(1, n, size, 1)
-        seen = sinks.filled[:, None, None] & (sinks.position[:, None, None] <= time - window)
-        hidden = torch.cat([hidden, ~seen], 3)
-    scores = torch.matmul(q_rows, k_b.transpose(-1, -2)).view(batch, heads, n, size, groups, -1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill_(hidden[:, None, :, :, None], -torch.inf)
-    # A padded query may see no key at all: a finite top keeps exp(-inf - top) = 0.
-    top = scores.amax(-1).clamp_min(torch.finfo(dtype).min)
-    weights = (scores - top[..., None]).exp_()
-    num = torch.matmul(weights.view(batch, heads, n, size * groups, -1), v_b)
-    shape = (batch, heads, n * size, groups)
-    return Exact(num.view(*shape, -1), weights.sum(-1).view(shape), top.view(shape))
-
-
-def _blocks(x: Tensor, missing: int, span: int, size: int, dtype: torch.dtype) -> Tensor:
-    """x (B, L, Hk, D) to overlapping blocks (B, Hk, n, span, D), each `size` tokens after the one before."""
-    x = heads_first(x, dtype)
-    if missing:
-        x = F.pad(x, (0, 0, missing, 0))
-    return x.unfold(2, span, size).transpose(-1, -2)
-
-
-def _hidden(valid: Tensor, missing: int, span: int, size: int, window: int) -> Tensor:
-    """(B, n, size, span), True where the query doesn't see the key: outside its window, or no valid key."""
-    if missing:
-        valid = F.pad(valid, (missing, 0), value=False)
-    # The last query of a block stands at its last key.
-    query = torch.arange(span - size, span, device=valid.device)[:, None]
-    key = torch.arange(span, device=valid.device)
-    outside = (key > query) | (key <= query - window)
-    return outside | ~valid.unfold(1, span, size)[:, :, None]
+    dgamma = d_weight.flatten().to(gamma.dtype)
+    return dq, dkeys, dvalues, dphi_q, dphi_k, dlog_q, dlog_k, dsink_k, dsink_v, dgamma, dS.clone(), dz.clone()

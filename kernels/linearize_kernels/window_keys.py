@@ -29,7 +29,7 @@ class Keys(NamedTuple):
 
 
 def all_keys(state: WindowState | None, k: Tensor, v: Tensor, valid: Tensor) -> Keys:
-    """The keys of the state's ring, if there is one, and the call's."""
+    """The keys of the state's ring, if there is one, oldest first (start = 0), and the call's."""
     if state is None:
         return Keys(k, v, valid, 0)
     return Keys(
@@ -78,6 +78,8 @@ def next_state(
     length: int,
     window: int,
 ) -> WindowState:
+    """The state after the call: the last `window` of the keys, oldest first, and the sinks with their ages."""
+
     def last(x: Tensor, old: Tensor) -> Tensor:
         x = x[:, -window:]
         # Without a state the call may be shorter than the ring; the empty state's slots are the padding.
@@ -85,4 +87,4 @@ def next_state(
 
     ring = (last(keys.k, state.k), last(keys.v, state.v), last(keys.valid, state.valid))
     age = torch.where(sinks.filled, length - sinks.position, torch.zeros_like(sinks.position))
-    return WindowState(*linear, *ring, sinks.k, sinks.v, age)
+    return WindowState(*linear, *ring, sinks.k, sinks.v, age, torch.zeros_like(state.start))

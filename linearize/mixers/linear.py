@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from linearize_kernels import LinearState, accumulate_dtype, linear_attention
+from linearize_kernels import LinearState, accumulate_dtype, linear_attention, linear_attention_step
 from torch import Tensor, nn
 
 from linearize.errors import UsageError
@@ -27,6 +27,11 @@ def build_feature_map(
     if missing:
         raise UsageError(f"feature map '{name}' ({cls.__name__}) doesn't define {' and '.join(missing)}")
     return cls(shape, generator=generator, **check_options("feature_map", name, entry, options))
+
+
+def is_step(state: State | None, q: Tensor) -> TypeGuard[State]:
+    """Whether q (B, T, H, D) is one token that continues `state`, which may then be updated in place."""
+    return state is not None and q.shape[1] == 1 and not torch.is_grad_enabled()
 
 
 class LinearMixer(nn.Module):
@@ -64,24 +69,30 @@ class LinearMixer(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally.
 
-        mask (B, T) is True at real tokens. `state` continues an earlier call. With `cu_seqlens` (N + 1,) and B = 1,
-        each packed sequence has a state of its own.
+        mask (B, T) is True at real tokens. `state` continues an earlier call, and is used up by it: a step of one token
+        without gradients updates it in place. With `cu_seqlens` (N + 1,) and B = 1, each packed sequence has a state
+        of its own.
         """
         dtype = accumulate_dtype(q)
         phi_q = self.feature_map(q.to(dtype), "q")
         phi_k = self.feature_map(k.to(dtype), "k")
+        options = {
+            "log_k": phi_k.log_scale,
+            "mask": mask,
+            # Relative to the largest key so far, sums of a map with log scales are rightly tiny where a query is far
+            # from that key: its floor only has to keep 0 / 0 away.
+            "eps": 1e-6 if phi_k.log_scale is None else 1e-30,
+        }
+        if is_step(state, q):
+            return linear_attention_step(phi_q.phi, phi_k.phi, v, LinearState(**state), **options), state
         result = linear_attention(
             phi_q.phi,
             phi_k.phi,
             v,
-            log_k=phi_k.log_scale,
             initial_state=None if state is None else LinearState(**state),
             return_state=return_state,
             cu_seqlens=cu_seqlens,
-            mask=mask,
-            # Relative to the largest key so far, sums of a map with log scales are rightly tiny where a query is far
-            # from that key: its floor only has to keep 0 / 0 away.
-            eps=1e-6 if phi_k.log_scale is None else 1e-30,
+            **options,
         )
         if return_state:
             return result[0], result[1]._asdict()

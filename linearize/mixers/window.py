@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from linearize_kernels import WindowState, accumulate_dtype, window_attention
+from linearize_kernels import WindowState, accumulate_dtype, window_attention, window_attention_step
 from torch import Tensor, nn
 
-from linearize.mixers.linear import State, build_feature_map
+from linearize.mixers.linear import State, build_feature_map, is_step
 from linearize.mixers.registry import AttentionShape
 
 # gamma = exp of these at the start. Maps that estimate the softmax kernel itself are on the exact part's own scale, so
@@ -74,26 +74,31 @@ class WindowMixer(nn.Module):
         phi_q = self.feature_map(q.to(dtype), "q")
         phi_k = self.feature_map(self._leaving_keys(k, previous, cu_seqlens).to(dtype), "k")
         gamma = self.gate.to(dtype).exp()
-        # Where a key in the window would have outweighed them, the linear sums that are left are far below 1.
-        floor: dict[str, Any] = {"eps": 1e-30} if self.ablated == "window" else {}
+        options: dict[str, Any] = {
+            "window": self.window,
+            "sinks": self.sinks,
+            "gamma": torch.zeros_like(gamma) if self.ablated == "window" else gamma,
+            "scale": self.scaling,
+            "softcap": self.softcap,
+            "log_q": phi_q.log_scale,
+            "log_k": phi_k.log_scale,
+            "mask": mask,
+        }
+        if self.ablated == "window":
+            # Where a key in the window would have outweighed them, the linear sums that are left are far below 1.
+            options["eps"] = 1e-30
+        features = (phi_q.phi, torch.zeros_like(phi_k.phi) if self.ablated == "linear" else phi_k.phi)
+        if previous is not None and is_step(state, q):
+            return window_attention_step(q, k, v, *features, previous, **options), state
         result = window_attention(
             q,
             k,
             v,
-            phi_q.phi,
-            torch.zeros_like(phi_k.phi) if self.ablated == "linear" else phi_k.phi,
-            window=self.window,
-            sinks=self.sinks,
-            gamma=torch.zeros_like(gamma) if self.ablated == "window" else gamma,
-            scale=self.scaling,
-            softcap=self.softcap,
-            log_q=phi_q.log_scale,
-            log_k=phi_k.log_scale,
+            *features,
             initial_state=previous,
             return_state=return_state,
             cu_seqlens=cu_seqlens,
-            mask=mask,
-            **floor,
+            **options,
         )
         out, after = result if return_state else (result, None)
         # Offloaded weights are on meta by now, and aren't trained.
@@ -110,4 +115,4 @@ class WindowMixer(nn.Module):
             return k
         if previous is None:
             return k[:, : max(k.shape[1] - self.window, 0)]
-        return torch.cat([previous.k, k], dim=1)[:, : k.shape[1]]
+        return torch.cat([previous.ring(previous.k), k], dim=1)[:, : k.shape[1]]

@@ -72,7 +72,7 @@ def attention_forward(
         return observer(module, (q, k, v), inputs, context.cu_seqlens, scaling, softmax), None
     if context.cu_seqlens is not None and slot is not None:
         raise RuntimeError("packed sequences can't fill a cache: pass use_cache=False")
-    before = None if slot is None else slot.state
+    before = None if slot is None else slot.take()
     out, state = mix(module, (q, k, v), inputs, context.cu_seqlens, state=before, return_state=slot is not None)
     if slot is not None:
         slot.commit(state, q.shape[1], partial(_replay, mixer, (q, k, v), inputs))

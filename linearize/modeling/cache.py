@@ -130,6 +130,12 @@ class LinearStateLayer(CacheLayerMixin):
         """Bytes of the state; 0 before the first token."""
         return 0 if self.state is None else sum(x.nbytes for x in self.state.values())
 
+    def take(self) -> State | None:
+        """The state for the next call, which may update it in place; a copy where the state before is remembered."""
+        if self.state is None or not self.record_past:
+            return self.state
+        return {name: x.clone() for name, x in self.state.items()}
+
     def commit(self, state: State, length: int, replay: Callable[[Any, int], State | None]) -> None:
         """Take the state after `length` new tokens; `replay(before, n)` gives the one after the first n of them."""
         if self.record_past:
@@ -138,7 +144,8 @@ class LinearStateLayer(CacheLayerMixin):
         if self.is_static and self.state is not None and not torch.is_grad_enabled():
             # A compiled decode step of a static cache expects its tensors to stay where they are.
             for name, x in state.items():
-                self.state[name].copy_(x)
+                if x is not self.state[name]:
+                    self.state[name].copy_(x)
         else:
             self.state = state
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from linearize_kernels import linear_attention, window_attention
+from linearize_kernels import DeltaState, WindowState, delta_rule, linear_attention, window_attention
 from torch import Tensor
 
 Inputs = dict[str, Any]
@@ -14,9 +14,9 @@ Inputs = dict[str, Any]
 
 def linear_inputs(
     B: int = 2, T: int = 64, H: int = 2, Hk: int | None = None, F: int = 8, Dv: int | None = None, *,
-    dtype: torch.dtype = torch.float64, logs: float | None = None, seed: int = 0,
+    dtype: torch.dtype = torch.float64, logs: float | None = None, decay: str | None = None, seed: int = 0,
 ) -> Inputs:  # fmt: skip
-    """q, k = rand + 0.1, v normal; `logs`: spread of log_k."""
+    """q, k = rand + 0.1, v normal; `logs`: spread of log_k; `decay`: by "head", "token" or "feature"."""
     g = torch.Generator().manual_seed(seed)
     Hk = H if Hk is None else Hk
     inputs = {
@@ -26,7 +26,61 @@ def linear_inputs(
     }
     if logs is not None:
         inputs["log_k"] = (torch.randn(B, T, Hk, generator=g) * logs).to(dtype)
-    return inputs
+    return inputs | _decay(decay, inputs["k"], g)
+
+
+def delta_inputs(
+    B: int = 2, T: int = 64, H: int = 2, Hk: int | None = None, F: int = 8, Dv: int | None = None, *,
+    dtype: torch.dtype = torch.float64, decay: str | None = None, seed: int = 0,
+) -> Inputs:  # fmt: skip
+    """q, v normal, k of length 1, beta in (0, 1); `decay` as in `linear_inputs`."""
+    g = torch.Generator().manual_seed(seed)
+    Hk = H if Hk is None else Hk
+    k = torch.randn(B, T, Hk, F, generator=g)
+    inputs = {
+        "q": torch.randn(B, T, H, F, generator=g).to(dtype),
+        "k": (k / k.norm(dim=-1, keepdim=True)).to(dtype),
+        "v": torch.randn(B, T, Hk, F if Dv is None else Dv, generator=g).to(dtype),
+        "beta": torch.rand(B, T, Hk, generator=g).to(dtype),
+    }
+    return inputs | _decay(decay, inputs["k"], g)
+
+
+def _decay(kind: str | None, k: Tensor, g: torch.Generator) -> Inputs:
+    """log_decay, most of it near 0, some at -3."""
+    if kind is None:
+        return {}
+    dims = {"head": k.shape[2:3], "token": k.shape[:3], "feature": k.shape}[kind]
+    return {"log_decay": (-3 * torch.rand(dims, generator=g) ** 3).to(k.dtype)}
+
+
+# Every form of the two recurrent ops: the op, what makes its inputs, and the options of that.
+FORMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "linear": (linear_attention, linear_inputs, {}),
+    "linear, log scales": (linear_attention, linear_inputs, {"logs": 1.5}),
+    "linear, decay by head": (linear_attention, linear_inputs, {"decay": "head"}),
+    "linear, decay by token": (linear_attention, linear_inputs, {"decay": "token"}),
+    "linear, decay by feature": (linear_attention, linear_inputs, {"decay": "feature"}),
+    "delta": (delta_rule, delta_inputs, {}),
+    "delta, decay by head": (delta_rule, delta_inputs, {"decay": "head"}),
+    "delta, decay by token": (delta_rule, delta_inputs, {"decay": "token"}),
+    "delta, decay by feature": (delta_rule, delta_inputs, {"decay": "feature"}),
+}
+
+
+def true_sums(state: Any) -> list[Tensor]:
+    """The sums of a state, but for its scale m, which is no differentiable quantity."""
+    if isinstance(state, DeltaState):
+        return [state.S]
+    return [state.S * state.m.exp()[..., None, None], state.z * state.m.exp()[..., None]]
+
+
+def in_order(state: Any) -> Any:
+    """The state with the oldest slot of its ring first, if it has one."""
+    if not isinstance(state, WindowState):
+        return state
+    ring = {name: state.ring(getattr(state, name)) for name in ("k", "v", "valid")}
+    return state._replace(**ring, start=torch.zeros_like(state.start))
 
 
 def window_inputs(
@@ -61,8 +115,8 @@ def random_like(tensors: list[Tensor], seed: int = 0) -> list[Tensor]:
 
 
 def time_slice(inputs: Inputs, start: int, stop: int) -> Inputs:
-    """The tokens from start to stop of every tensor that has a time dim."""
-    return {n: x if x is None or n == "gamma" else x[:, start:stop] for n, x in inputs.items()}
+    """The tokens from start to stop of every tensor that has a time dim: not of gamma, nor of a decay by head."""
+    return {n: x if x is None or x.dim() == 1 else x[:, start:stop] for n, x in inputs.items()}
 
 
 def run_split(

@@ -10,8 +10,14 @@ import linearize_kernels
 import pytest
 import torch
 from linearize_kernels import (
+    DeltaState,
     available,
     choose,
+    custom,
+    custom_window,
+    delta_rule,
+    delta_rule_step,
+    dispatch,
     linear_attention,
     linear_attention_step,
     reference,
@@ -31,7 +37,9 @@ def wrong(inputs, **changes):
 
 LINEAR = linear_inputs(T=6, H=4, Hk=2)
 WINDOW = window_inputs(T=6, H=4, Hk=2)
+DELTA = LINEAR | {"beta": LINEAR["v"][..., 0].sigmoid()}
 STATE = linear_attention(**LINEAR, return_state=True)[1]
+DELTA_STATE = delta_rule(**DELTA, return_state=True)[1]
 WINDOW_STATE = window_attention(**WINDOW, window=4, sinks=2, return_state=True)[1]
 
 LINEAR_FAULTS = {
@@ -43,6 +51,9 @@ LINEAR_FAULTS = {
     r"v must be floating point, not torch.int64": {"v": LINEAR["v"].long()},
     r"k is on meta, but q is on cpu": {"k": LINEAR["k"].to("meta")},
     r"log_k must be \(B, T, Hk\)": {"log_k": LINEAR["k"]},
+    r"log_decay must be .*\(2,\), \(2, 6, 2\), \(2, 6, 2, 8\), not \(2, 6\)": {"log_decay": LINEAR["k"][:, :, 0, 0]},
+    r"log_decay must be floating point": {"log_decay": INT([0, 0])},
+    r"log_k and log_decay can't be combined": {"log_k": LINEAR["k"][..., 0], "log_decay": -LINEAR["k"][..., 0]},
     r"mask must be \(B, T\) = \(2, 6\), not \(2, 7\)": {"mask": torch.ones(2, 7, dtype=torch.bool)},
     r"mask \(2, 6\) must be bool": {"mask": torch.ones(2, 6)},
     r"cu_seqlens \(2,\) needs inputs packed into one row": {"cu_seqlens": INT([0, 6])},
@@ -66,8 +77,14 @@ WINDOW_FAULTS = {
     r"phi_k must be .*\(2, any, 2, 6\), not \(2, 6, 2, 5\)": {"phi_k": WINDOW["phi_k"][..., 1:]},
     r"phi_k \(2, 1, 2, 6\) must hold at least 2 keys": {"phi_k": WINDOW["phi_k"][:, :1]},
     r"phi_q .* is torch.float32, but phi_k": {"phi_q": WINDOW["phi_q"].float()},
-    r"log_q must be \(B, T, H\)": {"log_q": WINDOW["phi_q"]},
-    r"log_k must be .*as long as phi_k": {"log_k": WINDOW["phi_k"][:, 1:, :, 0]},
+    r"log_k is given alone": {"log_k": WINDOW["phi_k"][..., 0]},
+    r"log_q is given alone": {"log_q": WINDOW["phi_q"][..., 0]},
+    r"log_q must be \(B, T, H\)": {"log_q": WINDOW["phi_q"], "log_k": WINDOW["phi_k"][..., 0]},
+    r"log_k must be .*as long as phi_k": {"log_q": WINDOW["phi_q"][..., 0], "log_k": WINDOW["phi_k"][:, 1:, :, 0]},
+    r"initial_state.start must be \(B,\)": {
+        "initial_state": WINDOW_STATE._replace(start=WINDOW_STATE.start[:1]),
+        "sinks": 2,
+    },
     r"initial_state.k must be \(B, w, Hk, D\) = \(2, 5, 2, 8\)": {"initial_state": WINDOW_STATE, "window": 5},
     r"initial_state.sink_k must be .*\(2, 1, 2, 8\)": {"initial_state": WINDOW_STATE, "sinks": 1},
     r"initial_state.valid must be bool": {
@@ -87,6 +104,20 @@ WINDOW_FAULTS = {
 def test_linear_attention_refuses(message, op):
     with pytest.raises(ValueError, match=message):
         op(**wrong(LINEAR, **LINEAR_FAULTS[message]))
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (r"beta must be \(B, T, Hk\) = \(2, 6, 2\), not \(2, 6, 2, 8\)", {"beta": LINEAR["k"]}),
+        (r"initial_state.S must be .*\(2, 2, 8, 8\), not \(1, 2, 8, 8\)", {"initial_state": DeltaState(STATE.S[:1])}),
+        (r"log_decay must be", {"log_decay": LINEAR["k"][..., :1]}),
+    ],
+)
+@pytest.mark.parametrize("op", [delta_rule, reference.delta_rule])
+def test_delta_rule_refuses(op, message, changes):
+    with pytest.raises(ValueError, match=message):
+        op(**wrong(DELTA, **changes))
 
 
 @pytest.mark.parametrize("message", PACKED_FAULTS)
@@ -114,39 +145,84 @@ def test_packed_sequences_with_a_state_are_refused_for_the_window():
         window_attention(**wrong(row, phi_k=row["phi_k"][:, :4]), window=2, cu_seqlens=INT([0, 6]))
 
 
-def test_steps_take_one_token():
-    with pytest.raises(ValueError, match=r"q must be one token, \(B, 1, H, F\), not \(2, 6, 4, 8\)"):
+def first_token(inputs, *names):
+    return [inputs[name][:, :1].clone() for name in names]
+
+
+def test_steps_take_one_token_and_a_state_they_can_update():
+    with pytest.raises(ValueError, match=r"q must be one token, \(B, 1, H, \.\), not \(2, 6, 4, 8\)"):
         linear_attention_step(LINEAR["q"], LINEAR["k"], LINEAR["v"], STATE)
     args = (WINDOW[n] for n in ("q", "k", "v", "phi_q", "phi_k"))
     with pytest.raises(ValueError, match="q must be one token"):
         window_attention_step(*args, WINDOW_STATE, window=4, sinks=2)
+    token = first_token(LINEAR, "q", "k", "v")
+    with pytest.raises(ValueError, match=r"state.S .* must be contiguous: it is updated in place"):
+        linear_attention_step(*token, STATE._replace(S=STATE.S.transpose(2, 3)))
+    with pytest.raises(ValueError, match=r"state.z must be float32 or float64, not torch.float16"):
+        linear_attention_step(*token, STATE._replace(z=STATE.z.half()))
+    token = [x.requires_grad_() for x in first_token(DELTA, "q", "k", "v", "beta")]
+    with pytest.raises(ValueError, match="a step updates its state in place and has no gradient"):
+        delta_rule_step(*token, DELTA_STATE)
 
 
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("cuda", "backend='cuda' is no backend of {}; usable backends: torch, reference"),
-        ("triton", "backend='triton' can't run {}: not built yet"),
-    ],
-)
-def test_unusable_backends_are_refused(backend, message):
-    with pytest.raises(ValueError, match=message.format("linear_attention")):
-        linear_attention(**LINEAR, backend=backend)
-    with pytest.raises(ValueError, match=message.format("window_attention")):
-        window_attention(**WINDOW, window=3, backend=backend)
+OPS = {
+    "linear_attention": lambda **options: linear_attention(**LINEAR, **options),
+    "delta_rule": lambda **options: delta_rule(**DELTA, **options),
+    "window_attention": lambda **options: window_attention(**WINDOW, window=3, **options),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unusable_backends_are_refused(op, monkeypatch):
+    with pytest.raises(ValueError, match=f"backend='cuda' is no backend of {op}; there are torch, cpu, triton and"):
+        OPS[op](backend="cuda")
+    with pytest.raises(ValueError, match=f"backend 'cpu' can't run {op}: .*float64"):
+        OPS[op](backend="cpu")
+    monkeypatch.setenv("LINEARIZE_BACKEND", "triton")
+    with pytest.raises(ValueError, match=f"LINEARIZE_BACKEND=triton can't run {op}: "):
+        OPS[op]()
 
 
 def test_a_backend_is_chosen_by_caller_then_environment_then_device(monkeypatch):
     monkeypatch.delenv("LINEARIZE_BACKEND", raising=False)
     x = LINEAR["q"]
     assert choose("linear_attention", x).backend == "torch"
-    assert "cpu" in choose("linear_attention", x).because
+    assert "float64" in choose("linear_attention", x).because
+    assert choose("linear_attention", x.to("meta")) == (
+        "torch", "the tensors are on meta, and there is no kernel written for that device"
+    )  # fmt: skip
     monkeypatch.setenv("LINEARIZE_BACKEND", "reference")
     assert choose("linear_attention", x) == ("reference", "forced by LINEARIZE_BACKEND")
     assert choose("linear_attention", x, "torch").backend == "torch"
     monkeypatch.setenv("LINEARIZE_BACKEND", "tirton")
     with pytest.raises(ValueError, match="LINEARIZE_BACKEND='tirton' is no backend"):
         linear_attention(**LINEAR)
+
+
+def test_float32_on_the_cpu_is_compiled_code_where_there_is_a_compiler(monkeypatch):
+    from linearize_kernels import cpu_ops
+
+    monkeypatch.delenv("LINEARIZE_BACKEND", raising=False)
+    usable, because = cpu_ops.status()
+    choice = choose("linear_attention", LINEAR["q"].float())
+    assert choice.backend == ("cpu" if usable else "torch")
+    assert usable or because in choice.because
+
+
+@pytest.mark.parametrize("reason", [None, "a reason"])
+def test_a_gpu_without_triton_is_told(monkeypatch, reason):
+    """By a warning, once: plain PyTorch would be many times slower there."""
+    from types import SimpleNamespace
+
+    monkeypatch.delenv("LINEARIZE_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, op, tensors: reason)
+    dispatch._slow.cache_clear()
+    tensor = SimpleNamespace(device=torch.device("cuda"))
+    if reason is None:
+        assert choose("linear_attention", {"q": tensor}).backend == "triton"
+        return
+    with pytest.warns(RuntimeWarning, match="linear_attention runs in plain PyTorch, not in Triton: a reason"):
+        assert choose("linear_attention", {"q": tensor}).backend == "torch"
 
 
 def test_the_reference_runs_as_a_backend(monkeypatch):
@@ -166,8 +242,9 @@ def test_the_reference_runs_as_a_backend(monkeypatch):
 
 def test_available_gives_every_backend_a_reason():
     backends = {b.name: b for b in available()}
-    assert {n for n, b in backends.items() if b.usable} == {"torch", "reference"}
-    assert "not built yet" in backends["triton"].because
+    assert list(backends) == ["torch", "cpu", "triton", "reference"]
+    assert backends["torch"].usable
+    assert backends["reference"].usable
     assert all(b.because for b in backends.values())
 
 
@@ -175,7 +252,7 @@ def test_the_package_stands_alone():
     """It imports nothing of `linearize`; an __init__.py in `kernels/` would shadow Hugging Face's package."""
     assert linearize_kernels.__file__
     folder = Path(linearize_kernels.__file__).parent
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -195,16 +272,67 @@ def test_autocast_does_not_lower_the_precision():
         assert_close(a, e, torch.float32)
 
 
-@pytest.mark.slow
-def test_ops_compile_without_graph_breaks():
-    def both(linear, window):
-        first = linear_attention(**linear, return_state=True)
-        return first, window_attention(**window, window=3, sinks=1, return_state=True)
+def differentiable(inputs):
+    return {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
 
-    compiled = torch.compile(both, backend="eager", fullgraph=True)
-    for a, e in zip(compiled(LINEAR, WINDOW), both(LINEAR, WINDOW), strict=True):
-        assert_close(a[0], e[0], torch.float64)
-        assert type(a[1]) is type(e[1])
+
+@pytest.mark.slow
+def test_compiled_ops_equal_eager_ones_without_a_graph_break():
+    """Outputs, states and gradients; a state goes from one op to the next."""
+
+    def run(linear, delta, window):
+        parts = []
+        for op, inputs, options in (
+            (linear_attention, linear, {}),
+            (linear_attention, linear, {"log_decay": -linear["k"]}),
+            (delta_rule, delta, {}),
+            (window_attention, window, {"window": 3, "sinks": 1}),
+        ):
+            out, state = op(**inputs, return_state=True, **options)
+            parts += [out, op(**inputs, initial_state=state, **options)]
+        return parts
+
+    results = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        inputs = [differentiable(x) for x in (LINEAR, DELTA, WINDOW)]
+        outs = function(*inputs)
+        sum(x.square().sum() for x in outs).backward()
+        results.append(outs + [x.grad for part in inputs for x in part.values()])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear", "decay", "delta", "window"])
+def test_custom_ops_keep_what_they_promise(name):
+    """Schemas, shapes and gradients, by torch's own checks."""
+    state = [x.contiguous() for x in STATE]
+    linear = [differentiable(LINEAR)[n] for n in "qkv"]
+    if name in ("linear", "decay"):
+        decay = -LINEAR["k"] if name == "decay" else None
+        call = custom.linear, (*linear, None, decay, *state, None, 0.5, True, 1e-6, "torch")
+    elif name == "delta":
+        call = custom.delta, (*linear, DELTA["beta"], None, state[0], None, 0.5, "torch")
+    else:
+        given = differentiable(WINDOW)
+        valid = torch.ones(2, 6, dtype=torch.bool)
+        none = WINDOW["k"][:, :0]
+        sums = [x[..., :6, :] if i == 0 else x[..., :6] if i == 1 else x for i, x in enumerate(state)]
+        call = custom_window.window, (
+            given["q"], given["k"], given["v"], valid, given["phi_q"], given["phi_k"][:, :3], None, None, none, none,
+            torch.zeros(2, 0, dtype=torch.int64), given["gamma"], *sums, 3, 0.5, 0.0, 1e-6, "torch",
+        )  # fmt: skip
+    torch.library.opcheck(*call)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives_are_refused(op):
+    inputs = differentiable({"linear_attention": LINEAR, "delta_rule": DELTA, "window_attention": WINDOW}[op])
+    options = {"window": 3} if op == "window_attention" else {}
+    out = getattr(linearize_kernels, op)(**inputs, **options)
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        grad.sum().backward()
 
 
 def test_shapes_come_out_on_the_meta_device():

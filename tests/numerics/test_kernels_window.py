@@ -6,10 +6,11 @@ import pytest
 import torch
 from linearize_kernels import (
     WindowState,
+    empty_window_state,
     linear_attention,
     reference,
-    torch_linear,
-    torch_window,
+    torch_blocks,
+    torch_softmax,
     window_attention,
     window_attention_step,
 )
@@ -20,19 +21,19 @@ from tests.numerics.kernel_cases import (
     random_like,
     random_mask,
     time_slice,
+    true_sums,
     window_inputs,
     with_grad,
 )
 from tests.numerics.test_kernels_linear import HEADS, LENGTHS, assert_same_result
 from tests.numerics.tolerances import assert_close
 
-# log scales of queries and keys: none, both (FAVOR+), or of the keys alone
-SCALES = {"none": (), "both": ("log_q", "log_k"), "keys": ("log_k",), "queries": ("log_q",)}
+# Log scales of queries and keys: none, or both (FAVOR+).
+SCALES = ["none", "both"]
 
 
 def scaled_inputs(scales, **sizes):
-    inputs = window_inputs(logs=2.0, **sizes)
-    return {n: x for n, x in inputs.items() if not n.startswith("log_") or n in SCALES[scales]}
+    return window_inputs(logs=None if scales == "none" else 2.0, **sizes)
 
 
 @pytest.mark.parametrize("T", LENGTHS)
@@ -127,10 +128,8 @@ def test_gradients_equal_the_definition(T, window, sinks, scales):
             **{n: x for n, x in inputs.items() if " " not in n},
             window=window, sinks=sinks, initial_state=state, return_state=True, mask=mask,
         )  # fmt: skip
-        # Without log_k the state's m is 0 by contract, and not read.
-        by = {n: x for n, x in inputs.items() if n != "state m" or "log_k" in base}
-        outputs = [out, final.S, final.z, final.k, final.v, final.sink_k, final.sink_v]
-        outputs += [final.m] if "log_k" in base else []
+        by = {n: x for n, x in inputs.items() if n != "state m"}
+        outputs = [out, *true_sums(final), final.k, final.v, final.sink_k, final.sink_v]
         weights = weights or random_like(outputs)
         results.append(gradients(by, outputs, weights))
     assert len(results[0]) >= 10
@@ -151,9 +150,9 @@ def test_float32_gradient_of_a_sum():
 
 @pytest.mark.parametrize("scales", SCALES)
 def test_gradcheck_over_block_borders(monkeypatch, scales):
-    monkeypatch.setattr(torch_linear, "CHUNK", 2)
-    monkeypatch.setattr(torch_linear, "ROWS", 8)
-    monkeypatch.setattr(torch_window, "BLOCK", 2)
+    monkeypatch.setattr(torch_blocks, "CHUNK", 2)
+    monkeypatch.setattr(torch_blocks, "ROWS", 8)
+    monkeypatch.setattr(torch_softmax, "RUN", 2)
     inputs = with_grad(scaled_inputs(scales, B=1, T=8, H=2, Hk=1, D=2, F=2))
     names = list(inputs)
     mask = torch.ones(1, 8, dtype=torch.bool)
@@ -162,7 +161,7 @@ def test_gradcheck_over_block_borders(monkeypatch, scales):
     def run(*tensors):
         named = dict(zip(names, tensors, strict=True))
         out, state = window_attention(**named, window=3, sinks=1, softcap=3.0, mask=mask, return_state=True)
-        return out, state.S, state.z
+        return out, *true_sums(state)
 
     assert torch.autograd.gradcheck(run, tuple(inputs.values()))
 
@@ -239,22 +238,51 @@ def test_layout_of_the_inputs_does_not_matter():
 
 
 @pytest.mark.parametrize("scales", SCALES)
-def test_step_equals_the_definition_and_leaves_its_state_alone(scales):
+def test_step_equals_the_definition_and_updates_its_state_in_place(scales):
     inputs = scaled_inputs(scales, T=12, H=4, Hk=2)
     mask = random_mask(2, 12)
     mask[:, 0] = False
-    options = {"window": 3, "sinks": 2, "softcap": 3.0, "gamma": inputs["gamma"]}
-    expected = reference.window_attention(**{**inputs, **options}, mask=mask, return_state=True)
-    state, outs = None, []
+    options = {"window": 3, "sinks": 2, "softcap": 3.0, "gamma": inputs.pop("gamma")}
+    expected = reference.window_attention(**inputs, **options, mask=mask, return_state=True)
+    state = empty_window_state(
+        inputs["k"], inputs["v"], rows=2, features=6, window=3, sinks=2, logs=scales == "both", dtype=torch.float64
+    )
+    places, outs = [x.data_ptr() for x in state], []
     for t in range(12):
-        before = None if state is None else [x.clone() for x in state]
-        token = time_slice(inputs, t, t + 1) | options
-        if state is not None:
-            at = max(t - 3, 0)
-            token |= {n: inputs[n][:, at : at + 1] for n in ("phi_k", "log_k") if n in inputs}
+        token = time_slice(inputs, t, t + 1)
+        at = max(t - 3, 0)
+        token |= {n: inputs[n][:, at : at + 1] for n in ("phi_k", "log_k") if n in inputs}
         args = [token.pop(n) for n in ("q", "k", "v", "phi_q", "phi_k")]
-        out, new = window_attention_step(*args, state, mask=mask[:, t : t + 1], **token)
-        assert before is None or all(map(torch.equal, before, state))
-        outs.append(out)
-        state = new
+        outs.append(window_attention_step(*args, state, mask=mask[:, t : t + 1], **token, **options))
+    assert places == [x.data_ptr() for x in state]
+    assert state.start.tolist() == [0, 0]  # after 12 tokens, the ring of 3 is in order again
     assert_same_result((torch.cat(outs, 1), state), expected, torch.float64)
+
+
+@pytest.mark.parametrize("logs", [None, 3.0])
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("eps", [1e-6, 2.0])  # 2 is a floor that holds for many tokens
+def test_gradients_of_the_features_alone_equal_those_of_a_full_backward(logs, continued, eps):
+    """Attention transfer trains nothing else, and goes a shorter way."""
+    base = window_inputs(T=70, H=4, Hk=2, logs=logs)
+    state = None
+    if continued:
+        before = window_inputs(T=30, H=4, Hk=2, logs=logs, seed=4)
+        state = window_attention(**before, window=9, sinks=2, return_state=True)[1]
+        older = window_inputs(T=9, H=4, Hk=2, logs=logs, seed=5)
+        for name in ("phi_k", "log_k") if logs else ("phi_k",):
+            base[name] = torch.cat([older[name], base[name]], 1)
+    base["gate"] = base.pop("gamma").log()
+    grads = []
+    for trained in (set(base), set(base) - {"q", "k", "v"}):
+        inputs = {n: x.clone().requires_grad_(n in trained) for n, x in base.items()}
+        features = {n: x for n, x in inputs.items() if n != "gate"}
+        out, after = window_attention(
+            **features, gamma=inputs["gate"].exp(), window=9, sinks=2, initial_state=state, return_state=True,
+            mask=random_mask(2, 70, 0.8), eps=eps,
+        )  # fmt: skip
+        outputs = [out, after.S, after.z]
+        grads.append(gradients(inputs, outputs, random_like(outputs)))
+    assert set(grads[1]) == set(base) - {"q", "k", "v"}
+    for name, actual in grads[1].items():
+        assert_close(actual, grads[0][name], "float64 grad", f"d{name}")
