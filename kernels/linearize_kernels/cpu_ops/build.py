@@ -1,0 +1,234 @@
+"""The compiled library: found in the cache, or compiled there on first use, by whichever compiler is present.
+
+Plain C functions called through ctypes, so that no header of PyTorch is parsed: a build takes seconds, and one
+library serves every version of Python. `LINEARIZE_CXX` or `CXX` choose the compiler, `LINEARIZE_CACHE` the
+folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).with_name("csrc")
+FLAGS = [
+    *("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fvisibility=hidden", "-Wno-psabi", "-Wno-unknown-pragmas"),
+]
+# The first that the compiler takes: `-march=native` is what makes it fast, but some compilers call it -mcpu.
+NATIVE = (["-march=native"], ["-mcpu=native"], [])
+TIMEOUT = 300
+
+
+class Unavailable(RuntimeError):
+    """Why the library can't be used."""
+
+
+def cache_folder() -> Path:
+    chosen = os.environ.get("LINEARIZE_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "linearize"
+
+
+def compiler() -> list[str]:
+    """The compiler's command."""
+    for name in ("LINEARIZE_CXX", "CXX"):
+        if os.environ.get(name):
+            command = shlex.split(os.environ[name])
+            found = shutil.which(command[0])
+            if found is None:
+                raise Unavailable(f"{name} is {os.environ[name]!r}, which is no program on the PATH")
+            return [found, *command[1:]]
+    for name in ("g++", "clang++", "c++"):
+        found = shutil.which(name)
+        if found is not None:
+            return [found]
+    raise Unavailable("there is no C++ compiler (g++ or clang++) on the PATH")
+
+
+@functools.cache
+def _version(command: tuple[str, ...]) -> str:
+    """The first line of the compiler's --version."""
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"{command[0]} --version failed: {error}") from None
+    return done.stdout.splitlines()[0].strip() if done.stdout else command[0]
+
+
+def _cpu() -> str:
+    """What the processor can do, so that a cache on a shared disk never serves code for another one."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+        return "\n".join(sorted(set(flags)))
+    return f"{platform.machine()} {platform.processor()} {platform.node()}"
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _key(command: list[str], extra: tuple[str, ...]) -> str:
+    parts = [_version(tuple(command)), " ".join([*command, *FLAGS, *extra]), _cpu(), platform.platform()]
+    parts += [torch.__version__, sys.platform]
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            parts += [path.name, path.read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a file lock, where the system has them; the publishing rename is atomic with and without."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"{command[0]} failed: {error}") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise Unavailable(f"{command[0]} failed: {lines[0].strip()}")
+
+
+def compile_library(target: Path, extra: tuple[str, ...] = (), trial: bool = True) -> None:
+    """Compile into `target`, which appears whole or not at all, and only after a trial in another process."""
+    command = compiler()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    failure: Unavailable | None = None
+    for native in NATIVE:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+            try:
+                built = _compile([*command, *FLAGS, *native, *extra], Path(folder))
+                if trial:
+                    _try_out(built)
+            except Unavailable as error:
+                failure = failure or error
+                continue
+            os.replace(built, target)
+            return
+    raise failure or Unavailable("nothing was compiled")
+
+
+def _compile(command: list[str], folder: Path) -> Path:
+    def one(source: Path) -> str:
+        target = folder / f"{source.stem}.o"
+        _run([*command, "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+        objects = list(pool.map(one, sources()))
+    library = folder / "library.so"
+    _run([*command, "-shared", *objects, "-o", str(library)])
+    return library
+
+
+def _try_out(library: Path) -> None:
+    """Run the library in another process: an instruction that this machine lacks would end this one."""
+    code = "import ctypes, sys; sys.exit(int(ctypes.CDLL(sys.argv[1]).lz_self_test()))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code, str(library)], capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"the compiled library couldn't be tried: {error}") from None
+    if done.returncode:
+        raise Unavailable(f"the compiled library failed its test (exit status {done.returncode})")
+
+
+def library_path() -> Path:
+    return cache_folder() / f"cpu-{_key(compiler(), ())}.so"
+
+
+_lock = threading.Lock()
+_loaded: ctypes.CDLL | None = None
+_failure: str | None = None
+
+
+def library() -> ctypes.CDLL:
+    """The library, compiled if need be. Raises Unavailable; a failed build is not tried again in this process."""
+    global _loaded, _failure
+    with _lock:
+        if _failure is not None:
+            raise Unavailable(_failure)
+        if _loaded is None:
+            try:
+                _loaded = _open(_built())
+            except (RuntimeError, OSError) as error:
+                _failure = str(error)
+                raise Unavailable(_failure) from None
+        return _loaded
+
+
+def _built() -> Path:
+    path = library_path()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                compile_library(path)
+    return path
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    loaded.lz_set_team.argtypes = [ctypes.c_void_p]
+    loaded.lz_set_team.restype = None
+    loaded.lz_set_team(_team())
+    return loaded
+
+
+def _team() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded; None: work on one thread."""
+    candidates: list[str] = []
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text()
+        candidates += dict.fromkeys(re.findall(r"(/\S*lib(?:gomp|omp|iomp5)\S*)", maps))
+    folder = Path(torch.__file__).parent
+    if not candidates:
+        candidates += [str(p) for p in sorted((folder / "lib").glob("lib*omp*.dylib"))]
+    # The one that came with PyTorch first: another package may have brought its own.
+    candidates.sort(key=lambda path: not path.startswith(str(folder.parent)))
+    for path in candidates:
+        with contextlib.suppress(OSError, AttributeError):
+            runtime = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW)
+            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
+    return None
+
+
+def status() -> tuple[bool, str]:
+    """(usable, why): without compiling anything."""
+    if _failure is not None:
+        return False, _failure
+    if _loaded is not None:
+        return True, "compiled and loaded"
+    try:
+        command = compiler()
+        version = _version(tuple(command))
+        there = library_path().exists()
+    except (RuntimeError, OSError) as error:
+        return False, str(error)
+    return True, f"compiled by {version}" if there else f"will be compiled on first use by {version}"

@@ -1,0 +1,128 @@
+"""`linear_attention` on CPUs. Letters: B batch, T length, H query heads, Hk key/value heads, F features, Dv values,
+N states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .call import call, rows
+
+NONE, LOGS, DECAY, DECAYS = range(4)
+
+
+def mode(log_k: Tensor | None, log_decay: Tensor | None, tokens: int) -> int:
+    """Which gate there is; `tokens`: dims of a gate by head."""
+    if log_k is not None:
+        return LOGS
+    if log_decay is None:
+        return NONE
+    return DECAY if log_decay.dim() == tokens else DECAYS
+
+
+def _gate(log_k: Tensor | None, log_decay: Tensor | None, tokens: int) -> Tensor | None:
+    if log_k is not None:
+        return log_k
+    return rows(log_decay) if log_decay is not None and log_decay.dim() > tokens else log_decay
+
+
+def long(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.long()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_k: Tensor | None,
+    log_decay: Tensor | None,
+    S: Tensor,
+    z: Tensor,
+    m: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out (B, T, H, Dv), den (B, T, H) before its floor, and the states after the last token."""
+    batch, length, heads, features = q.shape
+    kind = mode(log_k, log_decay, 3)
+    out = v.new_empty(batch, length, heads, v.shape[3])
+    den = S.new_empty((batch, length, heads) if normalize else (0,))
+    S1, z1, m1 = (torch.empty(x.shape, dtype=x.dtype) for x in (S, z, m))
+    gate = _gate(log_k, log_decay, 3)
+    inputs = [rows(q), rows(k), rows(v), gate, rows(S), z, m, long(cu_seqlens)]
+    call(
+        "lz_linear_forward",
+        [*inputs, out, den if normalize else None, S1, z1, m1],
+        [batch, length, heads, k.shape[2], features, v.shape[3], S.shape[0], torch.get_num_threads(), kind, normalize],
+        [scale, eps],
+    )
+    return out, den, S1, z1, m1
+
+
+def backward(
+    d_out: Tensor,
+    dS: Tensor,
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_k: Tensor | None,
+    log_decay: Tensor | None,
+    S: Tensor,
+    z: Tensor,
+    m: Tensor,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    den: Tensor,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Gradients of q, k, v, log_k, log_decay, S, z."""
+    batch, length, heads, features = q.shape
+    kind = mode(log_k, log_decay, 3)
+    gate = _gate(log_k, log_decay, 3)
+    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype)
+    sums = torch.empty(gate.shape, dtype=torch.float32) if gate is not None and kind in (DECAY, DECAYS) else None
+    d_state = [torch.empty(x.shape, dtype=x.dtype) for x in (S, z)]
+    call(
+        "lz_linear_backward",
+        [
+            *(rows(d_out), rows(dS), rows(dz), rows(q), rows(k), rows(v), gate, rows(S), rows(z), m),
+            *(long(cu_seqlens), rows(out), den if normalize else None, *grads, d_gate, *d_state, sums),
+        ],
+        [batch, length, heads, k.shape[2], features, v.shape[3], S.shape[0], torch.get_num_threads(), kind, normalize],
+        [scale, eps],
+    )
+    dq, dk, dv = grads
+    d_log_k, d_decay = (d_gate, None) if kind == LOGS else (None, d_gate)
+    return dq, dk, dv, d_log_k, d_decay, d_state[0], d_state[1]
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_k: Tensor | None,
+    log_decay: Tensor | None,
+    S: Tensor,
+    z: Tensor,
+    m: Tensor,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """out (B, H, Dv) of one token; S, z, m change in place."""
+    batch, heads, features = q.shape
+    out = v.new_empty(batch, heads, v.shape[2])
+    kind, threads = mode(log_k, log_decay, 2), torch.get_num_threads()
+    call(
+        "lz_linear_step",
+        [rows(q), rows(k), rows(v), _gate(log_k, log_decay, 2), S, z, m, out],
+        [batch, heads, k.shape[1], features, v.shape[2], threads, kind, normalize],
+        [scale, eps],
+    )
+    return out
