@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from linearize.bench_commands import bench
 from linearize.grammar import (
     asked_recipe,
     common_options,
@@ -201,5 +202,5 @@ def doctor(plugins: tuple[str, ...], as_json: bool) -> None:
     emit(report, as_json, print_report)
 
 
-for command in (train, run, recipes):
+for command in (train, run, recipes, bench):
     cli.add_command(command)
