@@ -25,7 +25,7 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool)
     token = -torch.rand(shape[:3], device=args.device) * 0.1
     vector = -torch.rand(shape, device=args.device) * 0.1
     runs: dict[str, Run] = {"sdpa": lambda: peers.sdpa(q, k, v)}
-    own = {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[args.device]
+    own = {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[torch.device(args.device).type]
     for name in own:
         for kind, decay in (("", None), (" gated", token), (" kda", vector)):
             runs[name + kind] = lambda name=name, decay=decay: delta_rule(q, k, v, beta, log_decay=decay, backend=name)

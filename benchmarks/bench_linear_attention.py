@@ -26,7 +26,7 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool)
     token = -torch.rand(shape[:3], device=args.device) * 0.1 - 0.01
     vector = -torch.rand(shape, device=args.device) * 0.1 - 0.01
     runs: dict[str, Run] = {"sdpa": lambda: peers.sdpa(q, k, v)}
-    own = {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[args.device]
+    own = {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[torch.device(args.device).type]
     for name in own:
         runs[name] = lambda name=name: linear_attention(q, k, v, backend=name)
         runs[f"{name} decay"] = lambda name=name: linear_attention(

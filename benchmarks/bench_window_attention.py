@@ -26,7 +26,7 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool)
     phi_q = torch.rand(batch, length, heads, 2 * dim, device=args.device).requires_grad_(grad)
     phi_k = torch.rand(batch, length, kv_heads, 2 * dim, device=args.device).requires_grad_(grad)
     runs: dict[str, Run] = {"sdpa": lambda: peers.sdpa(q, k, v)}
-    for name in {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[args.device]:
+    for name in {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[torch.device(args.device).type]:
         runs[name] = lambda name=name: window_attention(q, k, v, phi_q, phi_k, window=WINDOW, sinks=SINKS, backend=name)
     if args.device == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -76,7 +76,8 @@ def bench(
         `models`: for each, `name`, `attention`, `weights_bytes` and `rows`: for each length `tokens`,
         `prefill_tokens_per_second`, `decode_ms` (a token of the batch), `decode_tokens_per_second`, `cache_bytes` (the
         batch's) and `peak_bytes` (the rise while it ran; None where the system doesn't tell). `ratios`: the same
-        figures of each model over the first one's, as times faster or smaller. `machine`, `versions`.
+        figures of each model over the first one's, as times faster or smaller. `machine`, with the backend that takes a
+        tensor like the model's of each op; `versions`.
 
     Raises:
         UsageError: an argument out of range, or a length beyond a model's table of positions.

@@ -149,6 +149,12 @@ def window_state(
     shape("initial_state.valid", state.valid, (k.shape[0], window), "(B, w)")
     shape("initial_state.sink_age", state.sink_age, (k.shape[0], sinks), "(B, n)")
     shape("initial_state.start", state.start, (k.shape[0],), "(B,)")
+    for name in ("valid", "sink_age", "start"):
+        x = getattr(state, name)
+        require(x.device == k.device, f"initial_state.{name} is on {x.device}, but k is on {k.device}")
+    for name in ("sink_age", "start"):
+        x = getattr(state, name)
+        require(x.dtype == int64, f"initial_state.{name} must be int64, not {x.dtype}")
     require(
         state.valid.dtype == torch_bool,
         f"initial_state.valid must be bool, not {state.valid.dtype}",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import layout
 from .dispatch import choose, implementation
 
 Grads = list[Tensor]
@@ -29,21 +30,23 @@ def _full_precision(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _run(op: str, function: str, backend: str, named: dict[str, Any], options: tuple[Any, ...] = ()) -> Any:
+def run(op: str, function: str, backend: str, named: dict[str, Any], options: tuple[Any, ...] = ()) -> Any:
     """`function` of the chosen backend on the values of `named`, in order, then `options`."""
+    layout.check(op, function == "step", named)
     chosen = choose(op, {n: x for n, x in named.items() if isinstance(x, Tensor)}, backend or None).backend
     with _full_precision(named["q"]):
         return getattr(implementation(chosen, op), function)(*named.values(), *options)
 
 
-def _dense(tensors: Any, like: Tensor) -> Grads:
+def dense(tensors: Any, like: Tensor) -> Grads:
     """Contiguous tensors, an empty one for each that is None: a custom op returns neither None nor odd strides."""
     return [like.new_empty(0) if x is None else x.contiguous() for x in tensors]
 
 
-def _like(*tensors: Tensor | None) -> Grads:
+def like(first: Tensor, *tensors: Tensor | None) -> Grads:
+    """What `dense` gives for tensors shaped like these, in a trace; `first` says where what is empty stands."""
     return [
-        torch.empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
+        first.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
     ]
 
 
@@ -61,17 +64,17 @@ def linear(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     named = {"q": q, "k": k, "v": v, "log_k": log_k, "log_decay": log_decay, "S": S, "z": z, "m": m}
     named["cu_seqlens"] = cu_seqlens
-    out, den, S_end, z_end, m_end = _run("linear_attention", "forward", backend, named, (scale, normalize, eps))
+    out, den, S_end, z_end, m_end = run("linear_attention", "forward", backend, named, (scale, normalize, eps))
     den = den if normalize else S.new_empty(0)
     m_end = m_end.clone() if m_end is m else m_end
-    return tuple(_dense((out, den, S_end, z_end, m_end), q))  # pyright: ignore
+    return tuple(dense((out, den, S_end, z_end, m_end), q))  # pyright: ignore
 
 
 @linear.register_fake
 def _(q, k, v, log_k, log_decay, S, z, m, cu_seqlens, scale, normalize, eps, backend):
     out = v.new_empty(*q.shape[:3], v.shape[3])
     den = S.new_empty(q.shape[:3] if normalize else 0)
-    return out, den, *_like(S, z, m)
+    return out, den, *like(q, S, z, m)
 
 
 @torch.library.custom_op("linearize::linear_attention_backward", mutates_args=())
@@ -82,12 +85,12 @@ def linear_backward(
 ) -> list[Tensor]:  # fmt: skip
     named = {"d_out": d_out, "dS": dS, "dz": dz, "q": q, "k": k, "v": v, "log_k": log_k, "log_decay": log_decay}
     named |= {"S": S, "z": z, "m": m, "cu_seqlens": cu_seqlens, "out": out, "den": den}
-    return _dense(_run("linear_attention", "backward", backend, named, (scale, normalize, eps)), q)
+    return dense(run("linear_attention", "backward", backend, named, (scale, normalize, eps)), q)
 
 
 @linear_backward.register_fake
 def _(d_out, dS, dz, q, k, v, log_k, log_decay, S, z, m, cu_seqlens, out, den, scale, normalize, eps, backend):
-    return _like(q, k, v, log_k, log_decay, S, z)
+    return like(q, q, k, v, log_k, log_decay, S, z)
 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -110,7 +113,7 @@ def linear_step(
     scale: float, normalize: bool, eps: float, backend: str,
 ) -> Tensor:  # fmt: skip
     named = {"q": q, "k": k, "v": v, "log_k": log_k, "log_decay": log_decay, "S": S, "z": z, "m": m}
-    return _run("linear_attention", "step", backend, named, (scale, normalize, eps)).contiguous()
+    return run("linear_attention", "step", backend, named, (scale, normalize, eps)).contiguous()
 
 
 @linear_step.register_fake
@@ -127,12 +130,12 @@ def delta(
     scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     named = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "S": S, "cu_seqlens": cu_seqlens}
-    return tuple(_dense(_run("delta_rule", "forward", backend, named, (scale,)), q))  # pyright: ignore
+    return tuple(dense(run("delta_rule", "forward", backend, named, (scale,)), q))  # pyright: ignore
 
 
 @delta.register_fake
 def _(q, k, v, beta, log_decay, S, cu_seqlens, scale, backend):
-    return v.new_empty(*q.shape[:3], v.shape[3]), *_like(S)
+    return v.new_empty(*q.shape[:3], v.shape[3]), *like(q, S)
 
 
 @torch.library.custom_op("linearize::delta_rule_backward", mutates_args=())
@@ -142,12 +145,12 @@ def delta_backward(
 ) -> list[Tensor]:  # fmt: skip
     named = {"d_out": d_out, "dS": dS, "q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "S": S}
     named["cu_seqlens"] = cu_seqlens
-    return _dense(_run("delta_rule", "backward", backend, named, (scale,)), q)
+    return dense(run("delta_rule", "backward", backend, named, (scale,)), q)
 
 
 @delta_backward.register_fake
 def _(d_out, dS, q, k, v, beta, log_decay, S, cu_seqlens, scale, backend):
-    return _like(q, k, v, beta, log_decay, S)
+    return like(q, q, k, v, beta, log_decay, S)
 
 
 def _keep_delta(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -169,7 +172,7 @@ def delta_step(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, S: Tensor, scale: float, backend: str
 ) -> Tensor:
     named = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "S": S}
-    return _run("delta_rule", "step", backend, named, (scale,)).contiguous()
+    return run("delta_rule", "step", backend, named, (scale,)).contiguous()
 
 
 @delta_step.register_fake

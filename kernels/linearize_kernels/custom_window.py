@@ -6,12 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .custom import _dense, _like, _run
+from .custom import dense, like, run
 
 INPUTS = (
     "q", "keys", "values", "valid", "phi_q", "phi_k", "log_q", "log_k", "sink_k", "sink_v", "sink_position", "gamma",
     "S", "z", "m",
 )  # fmt: skip
+
+
+NEAR = (0, 1, 2, 7, 8)  # of the gradients, those of q, keys, values and sinks
 
 
 @torch.library.custom_op("linearize::window_attention", mutates_args=())
@@ -21,18 +24,18 @@ def window(
     m: Tensor, width: int, scale: float, softcap: float, eps: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, keys, values, valid, phi_q, phi_k, log_q, log_k, sink_k, sink_v, sink_position, gamma, S, z, m)
-    named = dict(zip(INPUTS, inputs, strict=True))
-    out, den, top, S_end, z_end, m_end = _run(
+    named: dict[str, Any] = dict(zip(INPUTS, inputs, strict=True))
+    out, den, top, S_end, z_end, m_end = run(
         "window_attention", "forward", backend, named, (width, scale, softcap, eps)
     )
     ends = (new.clone() if new is old else new for new, old in zip((S_end, z_end, m_end), (S, z, m), strict=True))
-    return tuple(_dense((out, den, top, *ends), q))  # pyright: ignore
+    return tuple(dense((out, den, top, *ends), q))  # pyright: ignore
 
 
 @window.register_fake
 def _(q, keys, values, valid, phi_q, phi_k, log_q, log_k, sink_k, sink_v, sink_position, gamma, S, z, m, *options):
     out = values.new_empty(*q.shape[:3], values.shape[3])
-    return out, S.new_empty(q.shape[:3]), S.new_empty(q.shape[:3]), *_like(S, z, m)
+    return out, S.new_empty(q.shape[:3]), S.new_empty(q.shape[:3]), *like(q, S, z, m)
 
 
 @torch.library.custom_op("linearize::window_attention_backward", mutates_args=())
@@ -42,15 +45,18 @@ def window_backward(
     gamma: Tensor, S: Tensor, z: Tensor, m: Tensor, out: Tensor, den: Tensor, top: Tensor, width: int, scale: float,
     softcap: float, eps: float, backend: str, exact: bool,
 ) -> list[Tensor]:  # fmt: skip
-    if not exact:
+    if not exact and not (gamma.device.type == "cpu" and (gamma == 0).any()):
         far = _far_backward(
             d_out, dS, dz, values, phi_q, phi_k, log_q, log_k, gamma, S, z, m, out, den, top, width, eps, backend
         )
-        return _dense((None, None, None, *far[:4], None, None, *far[4:]), q)
+        return dense((None, None, None, *far[:4], None, None, *far[4:]), q)
     inputs = (q, keys, values, valid, phi_q, phi_k, log_q, log_k, sink_k, sink_v, sink_position, gamma, S, z, m)
     named: dict[str, Any] = {"d_out": d_out, "dS": dS, "dz": dz} | dict(zip(INPUTS, inputs, strict=True))
     named |= {"out": out, "den": den, "top": top}
-    return _dense(_run("window_attention", "backward", backend, named, (width, scale, softcap, eps)), q)
+    grads = list(run("window_attention", "backward", backend, named, (width, scale, softcap, eps)))
+    if not exact:
+        grads = [None if i in NEAR else grad for i, grad in enumerate(grads)]
+    return dense(grads, q)
 
 
 @window_backward.register_fake
@@ -59,7 +65,7 @@ def _(
     out, den, top, width, scale, softcap, eps, backend, exact,
 ):  # fmt: skip
     near = (q, keys, values, sink_k, sink_v) if exact else (None,) * 5
-    return _like(*near[:3], phi_q, phi_k, log_q, log_k, *near[3:], gamma, S, z)
+    return like(q, *near[:3], phi_q, phi_k, log_q, log_k, *near[3:], gamma, S, z)
 
 
 def _far_backward(
@@ -71,7 +77,8 @@ def _far_backward(
 
     Attention transfer trains nothing else. With output and denominator given, the linear part's gradient is that of
     linear attention. Scaling all weights of a query changes nothing, so that gamma's share of the gradient is the
-    linear part's with the sign turned; but where the denominator is floored.
+    linear part's with the sign turned; but where the denominator is floored. It is divided by gamma: a gamma of 0 takes
+    the long way on a CPU, and gives NaN on a GPU, which would have to be waited for.
     """
     length = phi_q.shape[1]
     folded = max(values.shape[1] - width, 0)
@@ -83,7 +90,7 @@ def _far_backward(
     dphi_q, dphi_k = torch.zeros_like(phi_q), torch.zeros_like(phi_k)
     dlog_q, dlog_k = (None if x is None else torch.zeros_like(x) for x in (log_q, log_k))
     if not folded:
-        return dphi_q, dphi_k, dlog_q, dlog_k, (share.sum((0, 1)) / gamma), dS, dz
+        return dphi_q, dphi_k, dlog_q, dlog_k, share.sum((0, 1)) / gamma, dS.clone(), dz.clone()
     logs = None if log_k is None else log_k[:, :folded]
     d_out, out, den, floored = (x[:, first:] for x in (d_out, out, den, floored))
     if log_q is not None and logs is not None:
@@ -96,7 +103,7 @@ def _far_backward(
         "d_out": d_out, "dS": dS, "dz": dz, "q": phi_q[:, first:], "k": phi_k[:, :folded], "v": values[:, :folded],
         "log_k": logs, "log_decay": None, "S": S, "z": z, "m": m, "cu_seqlens": None, "out": out, "den": den,
     }  # fmt: skip
-    dq, dk, _, dlog, _, dS0, dz0 = _run("linear_attention", "backward", backend, named, (1.0, True, eps))
+    dq, dk, _, dlog, _, dS0, dz0 = run("linear_attention", "backward", backend, named, (1.0, True, eps))
     dphi_q[:, first:], dphi_k[:, :folded] = dq, dk
     far = (phi_q[:, first:].to(den.dtype) * dq.to(den.dtype)).sum(-1)
     share[:, first:] -= far
@@ -114,12 +121,10 @@ def _gradient(ctx: Any, d_out: Tensor, _den: Any, _top: Any, dS: Tensor, dz: Ten
     saved = ctx.saved_tensors
     needed = ctx.needs_input_grad
     exact = any(needed[:3]) or any(needed[8:10])  # q, keys, values, sink_k, sink_v
-    exact = exact or (needed[11] and saved[11].is_leaf)  # gamma may then be 0, which the short way divides by
     grads = window_backward(d_out, dS, dz, *saved, *ctx.options, exact)
     floating = (*saved[:3], *saved[4:10], *saved[11:14])
-    near = (0, 1, 2, 7, 8)
     dq, dkeys, dvalues, *features, dgamma, dS0, dz0 = (
-        None if x is None or (i in near and not exact) else grad
+        None if x is None or (i in NEAR and not exact) else grad
         for i, (x, grad) in enumerate(zip(floating, grads, strict=True))
     )
     return dq, dkeys, dvalues, None, *features, None, dgamma, dS0, dz0, *(None,) * 6
@@ -140,7 +145,7 @@ def window_step(
     named = {"q": q, "k": k, "v": v, "valid": valid, "phi_q": phi_q, "phi_k": phi_k, "log_q": log_q, "log_k": log_k}
     state = (S, z, m, ring_k, ring_v, ring_valid, sink_k, sink_v, sink_age, start)
     named |= {"gamma": gamma} | dict(zip(STATE, state, strict=True))
-    return _run("window_attention", "step", backend, named, (scale, softcap, eps)).contiguous()
+    return run("window_attention", "step", backend, named, (scale, softcap, eps)).contiguous()
 
 
 @window_step.register_fake

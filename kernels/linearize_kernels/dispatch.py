@@ -20,6 +20,7 @@ MODULES: dict[str, dict[str, str]] = {
         "linear_attention": "torch_linear",
         "delta_rule": "torch_delta",
         "window_attention": "torch_window",
+        "chunked_kl": "kl",
     },
     "cpu": {
         "linear_attention": "cpu_ops.linear",
@@ -30,6 +31,7 @@ MODULES: dict[str, dict[str, str]] = {
         "linear_attention": "triton_ops.linear",
         "delta_rule": "triton_ops.delta",
         "window_attention": "triton_ops.window",
+        "chunked_kl": "triton_ops.kl",
     },
 }
 # The backend that is written for a device; what it can't serve, and every other device, is torch's.
@@ -91,7 +93,9 @@ def choose(op: str, tensors: Mapping[str, Tensor | None] | Tensor, backend: str 
     name = forced(op, backend)
     if name:
         reason = _refusal(name, op, given)
-        origin = f"{ENVIRONMENT}={name}" if os.environ.get(ENVIRONMENT) == name else f"backend {name!r}"
+        origin = f"backend {name!r}"
+        if os.environ.get(ENVIRONMENT) == name:  # compiled ops only get the name
+            origin += f" (which is {ENVIRONMENT})"
         if reason is not None:
             raise ValueError(f"{origin} can't run {op}: {reason}")
         return Choice(name, "asked for by the caller" if backend is not None else f"forced by {ENVIRONMENT}")
@@ -115,7 +119,11 @@ def _slow(message: str) -> None:
 
 def _refusal(name: str, op: str, tensors: dict[str, Tensor]) -> str | None:
     """Why a backend can't serve the tensors, or None."""
-    if name in ("torch", "reference"):
+    if op not in MODULES["torch"]:
+        raise ValueError(f"there is no op {op!r}; there are {', '.join(MODULES['torch'])}")
+    if name not in MODULES or op not in MODULES[name]:
+        return None if name == "reference" and op != "chunked_kl" else "it isn't written for that backend"
+    if name == "torch":
         return None
     package, module = MODULES[name][op].split(".")
     return importlib.import_module(f"{__package__}.{package}").refuses(module, tensors)

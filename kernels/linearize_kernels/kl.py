@@ -1,7 +1,6 @@
 """KL divergence of two language models' next-token distributions, without the logits of all tokens in memory."""
 
 # Not `from __future__ import annotations`: the custom op's schema is read from these.
-import os
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .checks import floating, require, shape
+from .dispatch import choose
 from .state import accumulate_dtype
 
 CHUNK_ELEMENTS = 1 << 25  # of one model's logits at a time: 128 MiB of float32
@@ -53,7 +53,6 @@ def chunked_kl(
     _check(hidden, lm_head, teacher_hidden, teacher_lm_head, teacher_logits, bias, temperature, chunk, mask, reduction)
     width = lm_head.shape[0]
     size = chunk or max(1, CHUNK_ELEMENTS // max(width, 1))
-    require(backend in (None, "torch", "triton"), f"backend must be 'torch' or 'triton', not {backend!r}")
     grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, lm_head, bias)]
     flat = hidden.reshape(-1, hidden.shape[-1])
     total = _kl(
@@ -141,13 +140,7 @@ _kl.register_autograd(_gradient, setup_context=_keep)
 
 def _divergence(x: Tensor, dtype: torch.dtype, backend: str) -> Any:
     """The function that takes a chunk's logits, by backend and device."""
-    from . import triton_ops
-
-    refusal = triton_ops.refuses("kl", {"hidden": x})
-    if backend == "triton" and refusal is not None:
-        raise ValueError(f"backend='triton' can't run chunked_kl: {refusal}")
-    wanted = backend or os.environ.get("LINEARIZE_BACKEND") or ("triton" if x.device.type == "cuda" else "torch")
-    if wanted == "triton" and refusal is None:
+    if choose("chunked_kl", x, backend or None).backend == "triton":
         return import_module(".triton_ops.kl", __package__).divergence
     return divergence
 

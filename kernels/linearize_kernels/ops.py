@@ -76,8 +76,8 @@ def linear_attention(
         return (out, LinearState(*(x.clone() for x in state))) if return_state else out
     (q, k, v), log_k, log_decay = _masked(mask, (q, k, v), log_k, _per_token(log_decay, k, dtype), dtype)
     options = (float(scale), normalize, float(eps), name)
-    if _is_step(q, given, cu_seqlens, k, v, log_k, log_decay):
-        state = LinearState(*map(_own, state))
+    if is_step(q, given, cu_seqlens, k, v, log_k, log_decay):
+        state = LinearState(*map(own, state))
         out = custom.linear_step(*_token(q, k, v, log_k, log_decay), *state, *options)[:, None]
     else:
         out, _, *after = custom.linear(q, k, v, log_k, log_decay, *state, cu_seqlens, *options)
@@ -140,8 +140,8 @@ def delta_rule(
     (q, k, v), _, log_decay = _masked(mask, (q, k, v), None, _per_token(log_decay, k, dtype), dtype)
     beta = beta.to(dtype)
     beta = beta if mask is None else beta.masked_fill(~mask[..., None], 0)
-    if _is_step(q, given, cu_seqlens, k, v, beta, log_decay):
-        S = _own(S)
+    if is_step(q, given, cu_seqlens, k, v, beta, log_decay):
+        S = own(S)
         out = custom.delta_step(*_token(q, k, v, beta, log_decay), S, scale, name)[:, None]
     else:
         out, S = custom.delta(q, k, v, beta, log_decay, S, cu_seqlens, scale, name)
@@ -167,8 +167,9 @@ def linear_attention_step(
     The state's tensors are contiguous and float32 (`empty_linear_state` makes the one before any token). Without
     gradients: raises ValueError if one would be needed, or if the arguments don't fit together.
     """
-    checks.one_token(q, state)
-    checks.linear_arguments(q, k, v, log_k, log_decay, state, None, mask)
+    if not is_compiling():
+        checks.one_token(q, state)
+        checks.linear_arguments(q, k, v, log_k, log_decay, state, None, mask)
     checks.no_gradient(q, k, v, log_k, log_decay, *state)
     name = forced("linear_attention", backend)
     if name == "reference":
@@ -176,7 +177,7 @@ def linear_attention_step(
             q, k, v, scale=scale, normalize=normalize, log_k=log_k, log_decay=log_decay, initial_state=state,
             return_state=True, mask=mask, eps=eps,
         )  # fmt: skip
-        return _overwrite(state, after, out)
+        return overwrite(state, after, out)
     (q, k, v), log_k, log_decay = _masked(
         mask, (q, k, v), log_k, _per_token(log_decay, k, state.S.dtype), state.S.dtype
     )
@@ -201,8 +202,9 @@ def delta_rule_step(
 
     Without gradients: raises ValueError if one would be needed, or if the arguments don't fit together.
     """
-    checks.one_token(q, state)
-    checks.delta_arguments(q, k, v, beta, log_decay, state, None, mask)
+    if not is_compiling():
+        checks.one_token(q, state)
+        checks.delta_arguments(q, k, v, beta, log_decay, state, None, mask)
     checks.no_gradient(q, k, v, beta, log_decay, state.S)
     name = forced("delta_rule", backend)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -210,7 +212,7 @@ def delta_rule_step(
         out, after = reference.delta_rule(
             q, k, v, beta, log_decay=log_decay, scale=scale, initial_state=state, return_state=True, mask=mask
         )
-        return _overwrite(state, after, out)
+        return overwrite(state, after, out)
     dtype = state.S.dtype
     (q, k, v), _, log_decay = _masked(mask, (q, k, v), None, _per_token(log_decay, k, dtype), dtype)
     beta = beta.to(dtype)
@@ -249,7 +251,7 @@ def _masked(
     return tuple(x.masked_fill(hidden[..., None], 0) for x in tensors), log_k, log_decay
 
 
-def _is_step(q: Tensor, state: Any, cu_seqlens: Tensor | None, *others: Tensor | None) -> bool:
+def is_step(q: Tensor, state: Any, cu_seqlens: Tensor | None, *others: Tensor | None) -> bool:
     """Whether the call is one token of a sequence that goes on, and takes no gradient."""
     if q.shape[1] != 1 or state is None or cu_seqlens is not None:
         return False
@@ -257,7 +259,7 @@ def _is_step(q: Tensor, state: Any, cu_seqlens: Tensor | None, *others: Tensor |
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
 
 
-def _own(x: Tensor) -> Tensor:
+def own(x: Tensor) -> Tensor:
     """A contiguous copy, to be updated in place."""
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -266,7 +268,8 @@ def _token(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x[:, 0] for x in tensors]
 
 
-def _overwrite(state: Any, after: Any, out: Tensor) -> Tensor:
+def overwrite(state: Any, after: Any, out: Tensor) -> Tensor:
+    """Put what a state has become into its own tensors."""
     for old, new in zip(state, after, strict=True):
         old.copy_(new)
     return out

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from . import checks, custom_window, reference
 from .dispatch import forced
-from .ops import _is_step, _overwrite, _own
+from .ops import is_step, overwrite, own
 from .packed import run_packed
 from .state import NOTHING_SEEN, LinearState, WindowState, accumulate_dtype, empty_window_state
 from .window_keys import all_keys, find_sinks, is_sink, next_state
@@ -81,7 +81,7 @@ def window_attention(
         )  # fmt: skip
     run = partial(_sequence, **options, backend=name)
     if cu_seqlens is not None:
-        result = run_packed(run, {"q": q, "k": k, "v": v, **features}, cu_seqlens, mask, None)
+        result = run_packed(run, {"q": q, "k": k, "v": v, **features}, cu_seqlens, mask)
     else:
         result = run(q, k, v, **features, state=initial_state, mask=mask)
     return result if return_state else result[0]
@@ -120,8 +120,8 @@ def _sequence(
     if not length or not q.shape[0]:
         return v.new_zeros(*q.shape[:3], v.shape[3]), WindowState(*(x.clone() for x in state))
     gamma = _weights(gamma, q, dtype)
-    if _is_step(q, given, None, k, v, phi_q, phi_k, log_q, log_k, gamma):
-        state = WindowState(*map(_own, state))
+    if is_step(q, given, None, k, v, phi_q, phi_k, log_q, log_k, gamma):
+        state = WindowState(*map(own, state))
         tensors = (q, k, v, phi_q, phi_k, log_q, log_k, gamma)
         return _step(*tensors, state, scale=scale, softcap=softcap, eps=eps, mask=mask, backend=backend), state
     q, k, v, phi_q, log_q = _without_padding(q, k, v, phi_q, log_q, mask)
@@ -147,7 +147,7 @@ def _sequence(
         out = out.masked_fill(~mask[..., None, None], 0)
     after = next_state(state, keys, kept, LinearState(S, z, m.detach()), length, window)
     # Copies, not views, which would keep the keys of the whole call in memory.
-    return out, after._replace(k=_own(after.k), v=_own(after.v), valid=_own(after.valid))
+    return out, after._replace(k=own(after.k), v=own(after.v), valid=own(after.valid))
 
 
 def window_attention_step(
@@ -175,8 +175,9 @@ def window_attention_step(
     state.k[b, state.start[b]]. Without gradients: raises ValueError if one would be needed, or if the arguments don't
     fit together.
     """
-    checks.one_token(q, state)
-    checks.window_arguments(q, k, v, phi_q, phi_k, window, sinks, gamma, log_q, log_k, softcap, state, None, mask)
+    if not is_compiling():
+        checks.one_token(q, state)
+        checks.window_arguments(q, k, v, phi_q, phi_k, window, sinks, gamma, log_q, log_k, softcap, state, None, mask)
     checks.no_gradient(q, k, v, phi_q, phi_k, log_q, log_k, gamma, *state)
     name = forced("window_attention", backend)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -185,7 +186,7 @@ def window_attention_step(
             q, k, v, phi_q, phi_k, window=window, sinks=sinks, gamma=gamma, scale=factor, log_q=log_q, log_k=log_k,
             softcap=softcap, initial_state=state, return_state=True, mask=mask, eps=eps,
         )  # fmt: skip
-        return _overwrite(state, after, out)
+        return overwrite(state, after, out)
     gamma = _weights(gamma, q, state.S.dtype)
     tensors = (q, k, v, phi_q, phi_k, log_q, log_k, gamma)
     return _step(*tensors, state, scale=factor, softcap=softcap, eps=float(eps), mask=mask, backend=name)

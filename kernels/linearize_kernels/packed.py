@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .state import LinearState
-
 Op = Callable[..., tuple[Tensor, Any]]
 
 
@@ -49,20 +47,18 @@ def run_packed(
     tensors: dict[str, Tensor | None],
     cu_seqlens: Tensor,
     mask: Tensor | None,
-    state: LinearState | None,
 ) -> tuple[Tensor, Any]:
-    """op(**tensors, mask=, state=) on every sequence: tensors and output (1, T, ...), N state rows."""
+    """op(**tensors, mask=, state=None) on every sequence: tensors and output (1, T, ...), N state rows."""
     device = next(x.device for x in tensors.values() if x is not None)
     if cu_seqlens.shape[0] == 1:
-        return op(**tensors, mask=mask, state=state)[0], _no_rows(op, tensors)
+        return op(**tensors, mask=mask, state=None)[0], _no_rows(op, tensors)
     outs, places, states, rows = [], [], [], []
     for group in groups(cu_seqlens, device):
         batch = {name: None if x is None else x[0][group.index] for name, x in tensors.items()}
-        row_state = None if state is None else type(state)(*(x.index_select(0, group.rows) for x in state))
         out, new_state = op(
             **batch,
             mask=group.real if mask is None else group.real & mask[0][group.index],
-            state=row_state,
+            state=None,
         )
         outs.append(out[group.real])
         places.append(group.index[group.real])

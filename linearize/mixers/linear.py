@@ -31,7 +31,10 @@ def build_feature_map(
 
 def is_step(state: State | None, q: Tensor) -> TypeGuard[State]:
     """Whether q (B, T, H, D) is one token that continues `state`, which may then be updated in place."""
-    return state is not None and q.shape[1] == 1 and not torch.is_grad_enabled()
+    if state is None or q.shape[1] != 1 or torch.is_grad_enabled():
+        return False
+    # What was made under inference_mode can't be changed outside of it.
+    return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in state.values())
 
 
 class LinearMixer(nn.Module):

@@ -45,7 +45,8 @@ def test_without_a_compiler_the_reason_is_given(tmp_path: Path) -> None:
 
 def test_a_compiler_that_does_not_exist(tmp_path: Path) -> None:
     printed = output(start(REFUSAL, LINEARIZE_CXX="no-such-compiler -v", LINEARIZE_CACHE=str(tmp_path)))
-    assert printed.count("LINEARIZE_CXX is 'no-such-compiler -v'") == 2
+    assert printed.count("LINEARIZE_CXX is 'no-such-compiler -v'") == 3  # a warning, too
+    assert "PyTorch runs instead" in printed
 
 
 @needs_library
@@ -58,15 +59,43 @@ def test_a_failed_build_is_not_tried_again(tmp_path: Path) -> None:
     code = REFUSAL + "; n = open(%r).read(); assert cpu_ops.refuses('linear', {}) and open(%r).read() == n"
     environment = {"LINEARIZE_CXX": str(script), "LINEARIZE_CACHE": str(tmp_path / "c")}
     printed = output(start(code % (str(calls), str(calls)), **environment))
-    assert printed.startswith("(True, 'will be compiled on first use")
+    assert "(True, 'will be compiled on first use" in printed
     assert "error: broken" in printed
-    assert not [p for p in (tmp_path / "c").iterdir() if p.suffix == ".so" or p.is_dir()]
+    assert {p.suffix for p in (tmp_path / "c" / "kernels").iterdir()} == {".lock", ".failed"}
+    # Neither does the next process, which says so before.
+    before = calls.read_text().count("x")
+    printed = output(start(REFUSAL, **environment))
+    assert printed.count("error: broken") == 3  # status, a warning, refuses
+    assert "remove " in printed
+    assert calls.read_text().count("x") == before + 1  # --version
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     printed = output(start(REFUSAL, LINEARIZE_CACHE=str(tmp_path / "file" / "cache")))
-    assert "None" not in printed.splitlines()[-1]
+    assert "Not a directory" in printed.splitlines()[-1]
+
+
+@needs_library
+def test_what_others_can_write_is_not_loaded(tmp_path: Path) -> None:
+    output(start(LINEAR, LINEARIZE_CACHE=str(tmp_path)))
+    (library,) = (tmp_path / "kernels").glob("*.so")
+    for place in (library, library.parent):
+        mode = place.stat().st_mode
+        assert not mode & 0o022
+        place.chmod(mode | 0o020)
+        assert "can be written by other users" in output(start(REFUSAL, LINEARIZE_CACHE=str(tmp_path)))
+        place.chmod(mode)
+    assert output(start(REFUSAL, LINEARIZE_CACHE=str(tmp_path))).strip().endswith("None")
+
+
+@needs_library
+def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
+    output(start(LINEAR, LINEARIZE_CACHE=str(tmp_path)))
+    (library,) = (tmp_path / "kernels").glob("*.so")
+    library.write_bytes(b"")
+    assert "compiling the CPU kernels" in output(start(LINEAR, LINEARIZE_CACHE=str(tmp_path)))
+    assert library.stat().st_size > 10_000
 
 
 @needs_library
@@ -80,10 +109,10 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
     for process in [start(LINEAR, **environment) for _ in range(2)]:
         output(process)
     assert calls.read_text().split() == ["x"]
-    (library,) = cache.glob("*.so")
+    (library,) = cache.glob("kernels/*.so")
     assert "(True, 'compiled by" in output(start(REFUSAL + "\n" + LINEAR, **environment))
     assert calls.read_text().split() == ["x"]
-    assert not list(cache.glob("build-*"))
+    assert not list(cache.glob("kernels/build-*"))
     assert library.stat().st_size > 10_000
 
 
@@ -102,7 +131,7 @@ q = torch.rand(64, 65, 2, 4)
 state = torch.zeros(64, 2, 4, 4), torch.zeros(64, 2, 4), torch.zeros(64, 2)
 torch.set_num_threads(2)
 cpu_ops.linear.forward(q, q, q, None, None, *state, None, 1.0, True, 1e-6)
-assert build._team() is not None
+assert build.team() is not None
 assert runtimes() == before, (before, runtimes())
 print(len(before), len(list(__import__("pathlib").Path("/proc/self/task").iterdir())))
 """
@@ -132,7 +161,7 @@ def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
     code = f"""
 import pathlib
 from linearize_kernels.cpu_ops import build
-build._built = lambda: pathlib.Path({str(library)!r})
+build.library_path = lambda: pathlib.Path({str(library)!r})
 import pytest, sys
 files = [f"tests/cpu/test_cpu_{{n}}.py" for n in ("linear", "window", "delta", "steps")]
 long = "not 65536 and not cut_for and not many_chunks"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from linearize_kernels import LinearState, cpu_ops, reference
+from linearize_kernels import LinearState, cpu_ops, linear_attention, reference
 from torch import Tensor
 
 from tests.cpu.cpu_cases import assert_grads, guarded, needs_library, on_threads
@@ -212,3 +212,12 @@ def test_an_expanded_gradient_and_strided_inputs() -> None:
     got = cpu_ops.linear.backward(*weights, *inputs, out, den, 1.0, True, 1e-6)
     names = ("q", "k", "v", "log_k", "log_decay", "S", "z")
     assert_grads({n: g for n, g in zip(names, got, strict=True) if g is not None}, want, F32)
+
+
+def test_no_gradient_stays_none_where_exp_overflows() -> None:
+    """exp(m) is inf, but what a padded query's output weighs is 0."""
+    inputs = linear_inputs(T=20, dtype=torch.float32, logs=0.0)
+    leaves = {n: x.requires_grad_() for n, x in (inputs | {"log_k": inputs["log_k"] + 100}).items()}
+    out = linear_attention(**leaves, normalize=False, backend="cpu")
+    for grad in torch.autograd.grad(out, list(leaves.values()), torch.zeros_like(out)):
+        assert not grad.any()

@@ -187,3 +187,14 @@ def test_early_exit_of_the_model_itself_as_the_assistant():
     expected = greedy(model, ids)
     assert greedy(model, ids, assistant_early_exit=2) == expected
     assert greedy(model, ids) == expected
+
+
+def test_a_prompt_of_inference_mode_is_continued_outside_of_it(any_model):
+    """Its tensors can't be changed in place there."""
+    ids = tokens(1, 20)
+    cache = DynamicCache()
+    with torch.inference_mode():
+        any_model(ids[:, :18], past_key_values=cache, use_cache=True)
+    with torch.no_grad():
+        outs = [any_model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in (18, 19)]
+    torch.testing.assert_close(torch.cat(outs, 1), logits(any_model, ids)[:, 18:], **TOLERANCE)

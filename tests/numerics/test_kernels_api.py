@@ -81,6 +81,10 @@ WINDOW_FAULTS = {
     r"log_q is given alone": {"log_q": WINDOW["phi_q"][..., 0]},
     r"log_q must be \(B, T, H\)": {"log_q": WINDOW["phi_q"], "log_k": WINDOW["phi_k"][..., 0]},
     r"log_k must be .*as long as phi_k": {"log_q": WINDOW["phi_q"][..., 0], "log_k": WINDOW["phi_k"][:, 1:, :, 0]},
+    r"initial_state.sink_age must be int64, not torch.int32": {
+        "initial_state": WINDOW_STATE._replace(sink_age=WINDOW_STATE.sink_age.int()),
+        "sinks": 2,
+    },
     r"initial_state.start must be \(B,\)": {
         "initial_state": WINDOW_STATE._replace(start=WINDOW_STATE.start[:1]),
         "sinks": 2,
@@ -179,7 +183,7 @@ def test_unusable_backends_are_refused(op, monkeypatch):
     with pytest.raises(ValueError, match=f"backend 'cpu' can't run {op}: .*float64"):
         OPS[op](backend="cpu")
     monkeypatch.setenv("LINEARIZE_BACKEND", "triton")
-    with pytest.raises(ValueError, match=f"LINEARIZE_BACKEND=triton can't run {op}: "):
+    with pytest.raises(ValueError, match=rf"backend 'triton' \(which is LINEARIZE_BACKEND\) can't run {op}: "):
         OPS[op]()
 
 
@@ -323,6 +327,47 @@ def test_custom_ops_keep_what_they_promise(name):
             torch.zeros(2, 0, dtype=torch.int64), given["gamma"], *sums, 3, 0.5, 0.0, 1e-6, "torch",
         )  # fmt: skip
     torch.library.opcheck(*call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exact", [True, False])
+def test_backward_ops_keep_what_they_promise(dtype, exact):
+    """The tensors of a trace are those of a run: dtypes, shapes, empty ones where there is nothing."""
+    sums = [x.float() for x in STATE]
+    q, k, v, beta = (DELTA[n].to(dtype) for n in ("q", "k", "v", "beta"))
+    out = torch.zeros(2, 6, 4, 8, dtype=dtype)
+    den = torch.ones(2, 6, 4)
+    linear = (out, sums[0], sums[1], q, k, v, None, None, *sums, None, out, den, 1.0, True, 1e-6, "torch")
+    torch.library.opcheck(custom.linear_backward, linear)
+    torch.library.opcheck(
+        custom.delta_backward, (out, sums[0], q, k, v, beta.float(), None, sums[0], None, 1.0, "torch")
+    )
+    none = k[:, :0]
+    position = torch.zeros(2, 0, dtype=torch.int64)
+    valid, gamma = torch.ones(2, 6, dtype=torch.bool), torch.ones(4)
+    for window in (3, 9):  # with and without keys that leave it
+        features = (q.float(), k.float()[:, : max(6 - window, 0)], None, None)
+        inputs = (q, k, v, valid, *features, none, none, position, gamma, *sums)
+        options = (window, 1.0, 0.0, 1e-6, "torch", exact)
+        call = (out, sums[0], sums[1], *inputs, out, den, den, *options)
+        torch.library.opcheck(custom_window.window_backward, call)
+
+
+@pytest.mark.slow
+def test_compiled_ops_check_what_they_are_given():
+    """A trace can't look at sizes; reading past a tensor's end is no way to find out."""
+    compiled = torch.compile(linear_attention, backend="eager", dynamic=True)
+    with pytest.raises(ValueError, match=r"k must be \(B=1, T=128, K=any, F=4\), not \(1, 64, 2, 4\)"):
+        compiled(torch.rand(1, 128, 2, 4), torch.rand(1, 64, 2, 4), torch.rand(1, 64, 2, 4))
+    row = torch.rand(1, 9, 2, 4)
+    with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to T = 9, not \[0, 4, 30\]"):
+        compiled(row, row, row, cu_seqlens=INT([0, 4, 30]))
+    step = torch.compile(linear_attention_step, backend="eager", dynamic=True, fullgraph=True)
+    token = first_token(LINEAR, "q", "k", "v")
+    states = [type(STATE)(*(x.clone() for x in STATE)) for _ in range(2)]
+    assert_close(step(*token, states[0]), linear_attention_step(*token, states[1]), torch.float64)
+    assert_close(states[0].S, states[1].S, torch.float64)
 
 
 @pytest.mark.parametrize("op", OPS)

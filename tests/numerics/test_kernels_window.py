@@ -286,3 +286,47 @@ def test_gradients_of_the_features_alone_equal_those_of_a_full_backward(logs, co
     assert set(grads[1]) == set(base) - {"q", "k", "v"}
     for name, actual in grads[1].items():
         assert_close(actual, grads[0][name], "float64 grad", f"d{name}")
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("T", [1, 9])
+def test_features_alone_are_trained_on_rows_within_the_window(backend, T):
+    """Nothing is folded, so they play no part: zeros, and not an error."""
+    base = window_inputs(T=T, H=4, Hk=2, dtype=torch.float32)
+    inputs = {n: x.requires_grad_(n not in ("q", "k", "v")) for n, x in base.items()}
+    inputs["gamma"] = inputs["gamma"] * 2
+    inputs["phi_k"] = inputs["phi_k"][:, :0]
+    out, state = window_attention(**inputs, window=9, return_state=True, backend=backend)
+    loss = out.sum() + (state.S * torch.randn_like(state.S)).sum()
+    grads = torch.autograd.grad(loss, [base["phi_q"], base["gamma"]])
+    assert not any(x.any() for x in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gamma_of_zero_has_a_gradient(dtype):
+    base = window_inputs(T=40, H=4, Hk=2, dtype=torch.float32)
+    base["gamma"][0] = 0
+    grads = []
+    for trained in ("gamma", "gamma q"):
+        inputs = {n: x.clone() for n, x in base.items()}
+        inputs["gamma"] = inputs["gamma"].to(dtype).requires_grad_()
+        inputs["q"].requires_grad_("q" in trained)
+        window_attention(**inputs, window=9).square().sum().backward()
+        grads.append(inputs["gamma"].grad.float())
+    assert_close(grads[0], grads[1], "float32 grad" if dtype == torch.float32 else dtype)
+
+
+def test_a_state_holds_its_own_memory_alone():
+    """Not the keys of the call that made it."""
+    _, state = window_attention(**window_inputs(B=1, T=500), window=4, sinks=2, return_state=True)
+    assert all(x.untyped_storage().nbytes() <= x.nbytes for x in state)
+
+
+def test_a_step_stays_within_the_ring_whatever_its_start_says():
+    inputs = window_inputs(T=12, dtype=torch.float32)
+    _, state = window_attention(**inputs, window=4, return_state=True)
+    token = [inputs[n][:, :1] for n in ("q", "k", "v", "phi_q", "phi_k")]
+    for start in (-1, 7):
+        broken = type(state)(*(x.clone() for x in state))._replace(start=torch.tensor([start, 0]))
+        assert window_attention_step(*token, broken, window=4).isfinite().all()
+        assert (broken.start % 4 == torch.tensor([(start + 1) % 4, 1])).all()

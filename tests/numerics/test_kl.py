@@ -200,8 +200,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"chunk": 0}, "chunk must be at least 1"),
     ({"mask": torch.ones(2, 12)}, "mask must be bool"),
     ({"reduction": "none"}, "reduction must be"),
-    ({"backend": "numpy"}, "backend must be"),
-    ({"backend": "triton"}, "backend='triton' can't run chunked_kl"),
+    ({"backend": "numpy"}, "backend='numpy' is no backend"),
+    ({"backend": "triton"}, "backend 'triton' can't run chunked_kl"),
 ]
 
 

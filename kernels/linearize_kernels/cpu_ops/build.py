@@ -2,7 +2,7 @@
 
 Plain C functions called through ctypes, so that no header of PyTorch is parsed: a build takes seconds, and one
 library serves every version of Python. `LINEARIZE_CXX` or `CXX` choose the compiler, `LINEARIZE_CACHE` the
-folder.
+folder (else XDG_CACHE_HOME/linearize, else ~/.cache/linearize).
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
-import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,13 +38,30 @@ NATIVE = (["-march=native"], ["-mcpu=native"], [])
 TIMEOUT = 300
 
 
+LOGGER = logging.getLogger(__name__)
+
+
 class Unavailable(RuntimeError):
     """Why the library can't be used."""
 
 
+class NoCompiler(Unavailable):
+    """There is nothing to compile it with, as on many machines."""
+
+
 def cache_folder() -> Path:
-    chosen = os.environ.get("LINEARIZE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "linearize"
+    if chosen := os.environ.get("LINEARIZE_CACHE"):
+        return Path(chosen).expanduser() / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linearize" / "kernels"
+
+
+def _check_owner(path: Path) -> None:
+    """What is loaded from a cache runs as this user: nobody else may have put it there."""
+    if not hasattr(os, "getuid"):
+        return
+    found = path.stat()
+    if found.st_uid not in (0, os.getuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unavailable(f"{path} belongs to or can be written by other users: remove it, or set LINEARIZE_CACHE")
 
 
 def compiler() -> list[str]:
@@ -58,7 +77,7 @@ def compiler() -> list[str]:
         found = shutil.which(name)
         if found is not None:
             return [found]
-    raise Unavailable("there is no C++ compiler (g++ or clang++) on the PATH")
+    raise NoCompiler("there is no C++ compiler (g++ or clang++) on the PATH")
 
 
 @functools.cache
@@ -102,7 +121,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
         return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # some network file systems have none
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -119,7 +139,6 @@ def _run(command: list[str]) -> None:
 def compile_library(target: Path, extra: tuple[str, ...] = (), trial: bool = True) -> None:
     """Compile into `target`, which appears whole or not at all, and only after a trial in another process."""
     command = compiler()
-    target.parent.mkdir(parents=True, exist_ok=True)
     failure: Unavailable | None = None
     for native in NATIVE:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
@@ -130,6 +149,7 @@ def compile_library(target: Path, extra: tuple[str, ...] = (), trial: bool = Tru
             except Unavailable as error:
                 failure = failure or error
                 continue
+            built.chmod(0o755)  # whatever the umask is
             os.replace(built, target)
             return
     raise failure or Unavailable("nothing was compiled")
@@ -176,37 +196,60 @@ def library() -> ctypes.CDLL:
             raise Unavailable(_failure)
         if _loaded is None:
             try:
-                _loaded = _open(_built())
+                _loaded = _found()
             except (RuntimeError, OSError) as error:
                 _failure = str(error)
+                if not isinstance(error, NoCompiler):
+                    warnings.warn(
+                        f"the CPU kernels can't be compiled, so PyTorch runs instead: {_failure}", stacklevel=2
+                    )
                 raise Unavailable(_failure) from None
         return _loaded
 
 
-def _built() -> Path:
+def _found() -> ctypes.CDLL:
+    """The library in the cache; compiled if it isn't there, or is damaged."""
     path = library_path()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            if not path.exists():
-                compile_library(path)
-    return path
+    failed = path.with_suffix(".failed")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_owner(path.parent)
+    for trial in range(2):
+        if not path.exists():
+            with _locked(path.with_suffix(".lock")):
+                if not path.exists():
+                    if failed.exists():  # the same compiler and sources would fail again
+                        raise Unavailable(f"{failed.read_text(encoding='utf-8')} (remove {failed} to try again)")
+                    LOGGER.warning("compiling the CPU kernels, once for this machine, into %s", path.parent)
+                    try:
+                        compile_library(path)
+                    except Unavailable as error:
+                        failed.write_text(str(error), encoding="utf-8")
+                        raise
+        _check_owner(path)
+        try:
+            return _open(path)
+        except (OSError, AttributeError):
+            if trial:
+                raise
+            path.unlink(missing_ok=True)  # cut short by a crash, or not what was written
+    raise AssertionError
 
 
 def _open(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     loaded.lz_set_team.argtypes = [ctypes.c_void_p]
     loaded.lz_set_team.restype = None
-    loaded.lz_set_team(_team())
+    loaded.lz_set_team(team())
     return loaded
 
 
-def _team() -> int | None:
+def team() -> int | None:
     """The address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded; None: work on one thread."""
     candidates: list[str] = []
     with contextlib.suppress(OSError):
-        maps = Path("/proc/self/maps").read_text()
-        candidates += dict.fromkeys(re.findall(r"(/\S*lib(?:gomp|omp|iomp5)\S*)", maps))
+        fields = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+        paths = dict.fromkeys(field[5] for field in fields if len(field) == 6)
+        candidates += [path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp5"))]
     folder = Path(torch.__file__).parent
     if not candidates:
         candidates += [str(p) for p in sorted((folder / "lib").glob("lib*omp*.dylib"))]
@@ -224,11 +267,14 @@ def status() -> tuple[bool, str]:
     if _failure is not None:
         return False, _failure
     if _loaded is not None:
-        return True, "compiled and loaded"
+        return True, "compiled and loaded" if team() else "compiled; on one thread, since no OpenMP runtime was found"
     try:
         command = compiler()
         version = _version(tuple(command))
         there = library_path().exists()
+        failed = library_path().with_suffix(".failed")
+        if failed.exists() and not there:
+            return False, failed.read_text(encoding="utf-8")
     except (RuntimeError, OSError) as error:
         return False, str(error)
     return True, f"compiled by {version}" if there else f"will be compiled on first use by {version}"

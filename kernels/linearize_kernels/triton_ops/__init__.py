@@ -5,6 +5,8 @@ Nothing here imports triton before one of them is used, so that the package work
 
 from __future__ import annotations
 
+import functools
+import inspect
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -23,8 +25,9 @@ def __getattr__(name: str) -> Any:
 
 def refuses(op: str, tensors: dict[str, Tensor]) -> str | None:
     """Why the kernels can't serve `op` on these tensors, or None. A kernel module may add its own `refuses`."""
-    if find_spec("triton") is None:
-        return "Triton isn't installed (`pip install triton`)"
+    reason = _missing()
+    if reason is not None:
+        return reason
     for name, x in tensors.items():
         if x.dtype == torch.float64:
             return f"{name} is float64, which the Triton kernels don't compute in"
@@ -40,14 +43,27 @@ def refuses(op: str, tensors: dict[str, Tensor]) -> str | None:
 
 def status() -> tuple[bool, str]:
     """Whether the kernels run on this machine, and on what or why not."""
-    if find_spec("triton") is None:
-        return False, "Triton isn't installed (`pip install triton`)"
+    reason = _missing()
+    if reason is not None:
+        return False, reason
     version = import_module("triton").__version__
     if torch.cuda.is_available():
         return True, f"Triton {version} on {torch.cuda.get_device_name()}"
     if interpreted():
         return True, f"Triton {version}, interpreted on the CPU: for tests"
     return False, f"Triton {version} is installed, but there is no CUDA or ROCm device"
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Why there is no Triton here that can compile the kernels, or None."""
+    if find_spec("triton") is None:
+        return "Triton isn't installed (`pip install triton`)"
+    # What the kernels use that came to Triton last: asked for itself, as forks have version numbers of their own.
+    loop = getattr(import_module("triton.language"), "range", None)
+    if loop is None or "disable_licm" not in inspect.signature(loop).parameters:
+        return f"Triton {import_module('triton').__version__} is too old: pip install -U triton"
+    return None
 
 
 def interpreted() -> bool:

@@ -35,9 +35,10 @@ LARGEST = 256  # head dim: a program holds a tile of all features of a state
 
 def refuses(tensors: dict[str, Tensor]) -> str | None:
     """Why the kernels can't serve these tensors, or None."""
-    for name in ("k", "v"):
-        if tensors[name].shape[-1] > LARGEST:
-            return f"{name} has head dim {tensors[name].shape[-1]}, and the kernels hold at most {LARGEST}"
+    for name in ("q", "k", "v"):
+        x = tensors.get(name)
+        if x is not None and x.shape[-1] > LARGEST:
+            return f"{name} has head dim {x.shape[-1]}, and the kernels hold at most {LARGEST}"
     return None
 
 

@@ -13,7 +13,6 @@ import triton.language as tl
 from . import configs
 from .delta_cases import cases
 from .delta_chunk import (
-    LOWEST,
     chunk_place,
     load_end,
     load_sums,
@@ -23,10 +22,10 @@ from .delta_chunk import (
     store_tile,
 )
 from .delta_states import sequence_place
-from .launch import dot, jit, load32, register
+from .launch import LEAST_DECAY, LENGTHS, dot, jit, load32, register
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_backward_local(
     q, k, d_out, c, pairs, dU, states_grad, table, T, H, Hk, tiles, scale,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
@@ -78,7 +77,7 @@ def delta_backward_local(
         store_tile(states_grad + at * F * Dv, Dv, features, columns, F, Dv, asked * scale)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_backward_states(
     k, c, W, dU, states_grad, dS, dS0, cu, firsts, T, Hk, tiles, stride_kb, stride_kt, stride_kh,
     F: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
@@ -114,7 +113,7 @@ def delta_backward_states(
     store_tile(dS0 + nh * F * Dv, Dv, features, columns, F, Dv, grad)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_backward_solve(
     v, beta, inverse, U, dU, dv, d_beta, d_pairs, table, T, Hk,
     stride_vb, stride_vt, stride_vh, stride_bb, stride_bt, stride_bh, stride_ob, stride_ot, stride_oh,
@@ -148,7 +147,7 @@ def delta_backward_solve(
     tl.store(d_beta + (row * T + start + rows) * Hk + h, by_beta, mask=rows < length)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_backward_scores(
     d_out, U, d_scores, table, T, H, Hk, scale, stride_ob, stride_ot, stride_oh,
     F: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
@@ -172,7 +171,7 @@ def delta_backward_scores(
     tl.store(d_scores + ih * C * C + rows[:, None] * C + rows[None, :], found)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_backward_inputs(
     q, k, beta, log_decay, d_out, c, states, states_grad, U, dU, d_scores, d_pairs, rows_q, rows_k, columns_k,
     dq, dk, d_beta, d_log, table, T, H, Hk, tiles, tokens, scale,
@@ -266,11 +265,11 @@ def delta_backward_inputs(
     if DECAY == 1:
         log = load32(log_decay + rows.to(tl.int64) * stride_ldt, rows < length)
         by_log = tl.cumsum(tl.sum(by_sums, 1), 0, reverse=True) + tl.sum(at_end, 0)
-        tl.store(d_log + part, tl.where(log >= LOWEST, by_log, 0.0), mask=rows < length)
+        tl.store(d_log + part, tl.where(log >= LEAST_DECAY, by_log, 0.0), mask=rows < length)
     if DECAY == 2:
         log = load_tile32(log_decay, stride_ldt, rows, features, length, F)
         by_log = tl.cumsum(by_sums, 0, reverse=True) + at_end[None, :]
-        by_log = tl.where(log >= LOWEST, by_log, 0.0)
+        by_log = tl.where(log >= LEAST_DECAY, by_log, 0.0)
         store_tile(d_log + (token * Hk + hk) * F, Hk * F, rows, features, length, F, by_log)
 
 

@@ -7,10 +7,10 @@ import triton.language as tl
 from . import configs
 from .delta_cases import cases
 from .delta_chunk import NEVER, chunk_place, load_sums, load_tile32, store_tile
-from .launch import dot, jit, load32, register
+from .launch import LENGTHS, dot, jit, load32, register
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_backward_rows(
     M, k, c, rows_grad, table, T, H, Hk, tiles, stride_kb, stride_kt, stride_kh,
     F: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -44,7 +44,7 @@ def delta_backward_rows(
     store_tile(rows_grad + ih * C * F, F, first + r, features, C, F, total)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_backward_columns(
     M, x, beta, c, columns_grad, table, T, H, Hk, tiles,
     stride_xb, stride_xt, stride_xh, stride_bb, stride_bt, stride_bh,

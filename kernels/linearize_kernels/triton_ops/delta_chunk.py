@@ -12,10 +12,8 @@ import triton.language as tl
 
 from . import configs
 from .delta_cases import cases
-from .launch import dot, jit, load, load32, register, store
+from .launch import LEAST_DECAY, LENGTHS, dot, jit, load, load32, register, store
 
-# exp(-64) is far below what float32 sums can show, and sums of log_decay keep their precision after it.
-LOWEST = tl.constexpr(-64.0)
 NEVER = tl.constexpr(float("-inf"))
 
 
@@ -94,7 +92,7 @@ def pair_decay(c, at, C: tl.constexpr, DECAY: tl.constexpr):
     return found
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_sums(
     log_decay, c, table, T, Hk, tiles, stride_ldb, stride_ldt, stride_ldh,
     F: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VECTOR: tl.constexpr, VARLEN: tl.constexpr,
@@ -111,14 +109,14 @@ def delta_sums(
     if VECTOR:
         columns = tile * BK + tl.arange(0, BK)
         x = load_tile32(log_decay, stride_ldt, rows, columns, length, F)
-        sums = tl.cumsum(tl.maximum(x, LOWEST), 0)
+        sums = tl.cumsum(tl.maximum(x, LEAST_DECAY), 0)
         store_tile(c + at * C * F, F, rows, columns, C, F, sums)
     else:
         x = load32(log_decay + rows.to(tl.int64) * stride_ldt, rows < length)
-        tl.store(c + at * C + rows, tl.cumsum(tl.maximum(x, LOWEST), 0))
+        tl.store(c + at * C + rows, tl.cumsum(tl.maximum(x, LEAST_DECAY), 0))
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_pairs(
     x, k, c, pairs, table, T, H, Hk, stride_xb, stride_xt, stride_xh, stride_kb, stride_kt, stride_kh,
     F: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -191,7 +189,7 @@ def unit_lower_inverse(A, C: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.co
     return Y - dot(N, Y, None, PRECISION, kind)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_solve(
     k, v, beta, c, pairs, inverse, W, U, table, T, Hk, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_bb, stride_bt, stride_bh,

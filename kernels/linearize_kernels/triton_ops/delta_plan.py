@@ -41,7 +41,7 @@ class Plan(NamedTuple):
         if cu is not None:
             # As many as there can be, so that no value has to come from the device: the last may have length 0.
             chunks = T // CHUNK + S.shape[0]
-            cu = cu.long().contiguous()
+            cu = cu.to(q.device, torch.int64).contiguous()
             table, firsts = chunk_table(cu, chunks)
         # One dtype for all products, the wider of the inputs'.
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)

@@ -7,7 +7,7 @@ import triton.language as tl
 from . import configs
 from .delta_cases import cases
 from .delta_chunk import chunk_place, load_end, load_sums, load_tile, load_tile32, pair_decay, store_tile
-from .launch import dot, jit, load32, register, store
+from .launch import LENGTHS, dot, jit, load32, register, store
 
 
 @jit
@@ -28,7 +28,7 @@ def sequence_place(n, cu, firsts, T, C: tl.constexpr, VARLEN: tl.constexpr):
     return row, start, stop, first, count
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_states(
     k, c, W, U, states, S, S_end, cu, firsts, T, Hk, tiles, stride_kb, stride_kt, stride_kh,
     F: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
@@ -63,14 +63,14 @@ def delta_states(
     store_tile(S_end + nh * F * Dv, Dv, features, columns, F, Dv, state)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_out(
     q, k, c, pairs, U, states, out, table, T, H, Hk, tiles, scale,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
     F: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out_t = scale [stride_qt exp(c_t) S + sum_{j<=t} (sum_f q_tf k_jf exp(c_tf - c_jf)) U_j], S before the chunk.
+    """out_t = scale [q_t exp(c_t) S + sum_{j<=t} (sum_f q_tf k_jf exp(c_tf - c_jf)) U_j], S before the chunk.
 
     One program for a chunk, query head and tile of values.
     """
@@ -110,7 +110,7 @@ def delta_out(
     )
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def delta_step(
     q, k, v, beta, log_decay, S, out, Hk, tiles, scale,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_bb, stride_bh,
@@ -134,6 +134,7 @@ def delta_step(
     value = load32(v + row * stride_vb + h * stride_vh + columns, columns < Dv)
     change = value - tl.sum(key[:, None] * state, 0)
     state += key[:, None] * (tl.load(beta + row * stride_bb + h * stride_bh).to(tl.float32) * change)[None, :]
+    tl.debug_barrier()  # whichever thread stores a number, all have read theirs
     store_tile(S, Dv, features, columns, F, Dv, state)
     for g in range(G):
         head = h * G + g

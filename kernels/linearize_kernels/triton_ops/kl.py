@@ -7,9 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import configs, launch
-from .launch import Case, jit, load32, register, store
-
-LEAST = tl.constexpr(-3.0e38)
+from .launch import LOWEST_SCORE, Case, jit, load32, register, store
 
 
 @jit
@@ -48,8 +46,8 @@ def kl_rows(
                 store(student + start + columns, tl.zeros([BLOCK], tl.float32), start + columns < V)
         return
     # One of each lane, joined at the end: a block costs no sum across lanes.
-    top_a = tl.full([BLOCK], LEAST, tl.float32)
-    top_b = tl.full([BLOCK], LEAST, tl.float32)
+    top_a = tl.full([BLOCK], LOWEST_SCORE, tl.float32)
+    top_b = tl.full([BLOCK], LOWEST_SCORE, tl.float32)
     sum_a = tl.zeros([BLOCK], tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
     gain = tl.zeros([BLOCK], tl.float32)

@@ -54,9 +54,18 @@ from torch import Tensor
 
 from .configs import Row, dtype_name, nearest_arch
 
-__all__ = ["FLOATS", "INTERPRETED", "KERNELS", "UPCAST", "Case", "Kernel", "arch_of", "block", "cdiv", "dot"]
-__all__ += ["dtype_name", "jit", "load", "load32", "next_power_of_2", "on", "precision", "register", "rows", "store"]
+__all__ = ["FLOATS", "INTERPRETED", "KERNELS", "LEAST_DECAY", "LENGTHS", "LOWEST_SCORE", "UPCAST", "Case", "Kernel"]
+__all__ += ["arch_of", "block", "cdiv", "dot", "dtype_name", "jit", "load", "load32", "next_power_of_2", "on", "precision", "register", "rows", "store"]
 __all__ += ["strides", "tl_dtype"]
+
+# A factor of exp(-64) can't be seen in float32, while larger gates would cost the sums of gates their precision.
+LEAST_DECAY = tl.constexpr(-64.0)
+# The largest score or logit of a row before any is seen: finite, so that exp(-inf - it) is 0 and not NaN.
+LOWEST_SCORE = tl.constexpr(-3.4028234663852886e38)
+
+# Arguments that change with the length of what is given: not compiled anew for values of 1 and multiples of 16. As are
+# the strides from row to row of the log decays and betas; those of tiles stay, as their alignment is that of the loads.
+LENGTHS = ("T", "each", "total", "tokens", "count", "tiles")
 
 FLOATS = ("scale", "eps", "softcap")
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from . import configs
-from .launch import arch_of, cdiv, on, precision, rows, strides, tl_dtype
+from .launch import LEAST_DECAY, arch_of, cdiv, on, precision, rows, strides, tl_dtype
 from .linear_bwd_qkv import linear_bwd_qk_kernel, linear_bwd_v_kernel
 from .linear_bwd_states import linear_bwd_rows_kernel, linear_bwd_states_kernel
-from .linear_chunks import LEAST_DECAY, Chunks
-from .linear_fwd import Decay, States, decay_of, pairs_of, states_of
+from .linear_chunks import Chunks
+from .linear_fwd import Decay, States, decay_of, pairs_of, product_dtype, states_of
 from .linear_vector import SUB
 from .linear_vector_bwd import linear_bwd_pairs_kernel, linear_bwd_vector_kernel
 
@@ -33,6 +33,7 @@ class Call(NamedTuple):
     weight: Tensor | None
     dden: Tensor | None
     scale: float
+    dtype: torch.dtype  # of products
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -43,8 +44,8 @@ class Call(NamedTuple):
         """All constexprs but MODE, blocks by the table."""
         arch = arch_of(self.k)
         shared = {"NORMALIZE": self.weight is not None, "PACKED": self.chunks.cu is not None}
-        shared |= {"PRECISION": precision(arch), "DTYPE": tl_dtype(self.k.dtype), "C": self.chunks.size}
-        return shared | configs.find(kernel, arch, self.k.dtype, *dims).options
+        shared |= {"PRECISION": precision(arch), "DTYPE": tl_dtype(self.dtype), "C": self.chunks.size}
+        return shared | configs.find(kernel, arch, self.dtype, *dims).options
 
 
 def backward(
@@ -55,11 +56,11 @@ def backward(
     """dq, dk, dv, dlog_k, dlog_decay, dS0, dz0. m counts as a constant: outputs don't depend on it."""
     with on(q):
         q, k, v, d_out = rows(q), rows(k), rows(v), rows(d_out)
-        chunks = Chunks.of(k, cu_seqlens)
+        chunks, dtype = Chunks.of(k, cu_seqlens), product_dtype(q, k, v)
         decay = decay_of(k, log_k, log_decay, chunks)
-        before = states_of(k, v, decay, (S, z, m), chunks)
+        before = states_of(k, v, decay, (S, z, m), chunks, dtype)
         weight, dden = _rows(d_out, out, den, eps) if normalize else (None, None)
-        call = Call(q, k, v, d_out, decay, chunks, weight, dden, scale)
+        call = Call(q, k, v, d_out, decay, chunks, weight, dden, scale, dtype)
         dstates, dz_states, dS0, dz0 = _states(call, before, dS, dz)
         if decay.mode == 3:
             dq, dk, gate = _vector(call, before, dstates, dz_states)
@@ -140,7 +141,7 @@ def _vector(call: Call, before: States, dstates: Tensor, dz_states: Tensor) -> t
 
 def _values(call: Call, before: States, dstates: Tensor) -> Tensor:
     q, k, v, decay = call.q, call.k, call.v, call.decay
-    pairs = pairs_of(q, k, decay, call.chunks)
+    pairs = pairs_of(q, k, decay, call.chunks, call.dtype)
     options = call.options("linear_bwd_v", k.shape[3], v.shape[3])
     dv = v.new_empty(v.shape)
     linear_bwd_v_kernel[(call.chunks.count * k.shape[2] * cdiv(v.shape[3], options["BV"]),)](

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import Row
-from .launch import dot, jit, load, load32, register, store
+from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_bwd_states import query_weights
 from .linear_cases import variants
 from .linear_chunks import causal_pairs, chunk_of, columns, row_of
@@ -27,7 +27,7 @@ configs.add(
 )
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_bwd_qk_kernel(
     q, k, v, d_out, g, states, z_states, m_states, dstates, dz_states, weight, dden, dq, dk, gate, table,
     T, heads, group, each, total, stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
@@ -120,7 +120,7 @@ def linear_bwd_qk_kernel(
         tl.store(gate + i_f * tl.cast(total, tl.int64) + place, own, mask=real)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_bwd_v_kernel(
     q, k, d_out, g, m_states, pairs, dstates, weight, dden, dv, table, T, heads, group, each,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import Row
-from .launch import dot, jit, load, load32, register, store
+from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_cases import variants
 from .linear_chunks import columns, row_of, sequence_of
 
@@ -17,7 +17,7 @@ configs.add(
 )
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_bwd_rows_kernel(
     d_out, out, den, weight, dden, count, T, queries, stride_d_b, stride_d_t, stride_d_h, eps,
     V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
@@ -52,7 +52,7 @@ def query_weights(weight, dden, place, real, level, MODE: tl.constexpr, NORMALIZ
     return w, dd
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_bwd_states_kernel(
     q, d_out, g, m_states, weight, dden, dS1, dz1, dstates, dz_states, dS0, dz0, cu, first, T, heads, group, each,
     stride_q_b, stride_q_t, stride_q_h, stride_d_b, stride_d_t, stride_d_h, stride_g_b, stride_g_t, stride_g_h, scale,

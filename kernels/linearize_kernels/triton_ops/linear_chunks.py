@@ -23,7 +23,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, jit
+from .launch import LEAST_DECAY, cdiv, jit
 
 CHUNK = 64
 
@@ -32,8 +32,6 @@ SCALAR = tl.constexpr(1)
 LOGS = tl.constexpr(2)
 VECTOR = tl.constexpr(3)
 
-# A factor of exp(-64) can't be seen in float32, while larger gates would cost the cumulative sums their precision.
-LEAST_DECAY = tl.constexpr(-64.0)
 NOTHING = tl.constexpr(-1e30)  # state.NOTHING_SEEN
 
 

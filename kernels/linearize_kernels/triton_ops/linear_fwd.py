@@ -6,6 +6,7 @@ before each chunk (`linear_states`), then all outputs at once (`linear_out`).
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,11 @@ class States(NamedTuple):
     end: tuple[Tensor, Tensor, Tensor]
 
 
+def product_dtype(*inputs: Tensor) -> torch.dtype:
+    """One dtype for all products, the widest of the inputs': what is read in float32 is never cut to bf16."""
+    return reduce(torch.promote_types, (x.dtype for x in inputs))
+
+
 def decay_of(k: Tensor, log_k: Tensor | None, log_decay: Tensor | None, chunks: Chunks) -> Decay:
     if log_k is not None:
         return Decay(2, log_k)
@@ -52,11 +58,11 @@ def decay_of(k: Tensor, log_k: Tensor | None, log_decay: Tensor | None, chunks: 
 
 
 def states_of(
-    k: Tensor, v: Tensor, decay: Decay, state: tuple[Tensor, Tensor, Tensor], chunks: Chunks, exact: bool = False
+    k: Tensor, v: Tensor, decay: Decay, state: tuple[Tensor, Tensor, Tensor], chunks: Chunks, dtype: torch.dtype
 ) -> States:
-    """`exact`: keep them in float32, for the backward pass."""
+    """`dtype`: of products. Of bf16 ones S before a chunk is nothing but a term, and is kept as such: in bf16."""
     S, z, m = (x.contiguous() for x in state)
-    kept = torch.bfloat16 if k.dtype == torch.bfloat16 and not exact else torch.float32
+    kept = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     before = States(
         S.new_empty(chunks.count, *S.shape[1:], dtype=kept),
         z.new_empty(chunks.count, *z.shape[1:]),
@@ -65,29 +71,29 @@ def states_of(
     )
     heads, features, v_dim = S.shape[1:]
     arch = arch_of(k)
-    row = configs.find("linear_states", arch, k.dtype, features, v_dim)
+    row = configs.find("linear_states", arch, dtype, features, v_dim)
     grid = (S.shape[0] * heads * cdiv(features, row.blocks["BF"]) * cdiv(v_dim, row.blocks["BV"]),)
     linear_states_kernel[grid](
         k, v, decay.g, S, z, m, before.S, before.z, before.m, *before.end, chunks.cu, chunks.first,
         k.shape[1], heads, chunks.each, *strides(k, 3), *strides(v, 3), *strides(decay.g, 3),
-        MODE=decay.mode, PACKED=chunks.cu is not None, PRECISION=precision(arch), DTYPE=tl_dtype(k.dtype),
+        MODE=decay.mode, PACKED=chunks.cu is not None, PRECISION=precision(arch), DTYPE=tl_dtype(dtype),
         F=features, V=v_dim, C=chunks.size, **row.options,
     )  # fmt: skip
     return before
 
 
-def pairs_of(q: Tensor, k: Tensor, decay: Decay, chunks: Chunks) -> Tensor | None:
+def pairs_of(q: Tensor, k: Tensor, decay: Decay, chunks: Chunks, dtype: torch.dtype) -> Tensor | None:
     """What each query sees of its chunk's keys, where decays differ by feature; else kernels find it themselves."""
     if decay.mode != 3:
         return None
     (_, length, queries, features), heads = q.shape, k.shape[2]
     arch = arch_of(k)
-    row = configs.find("linear_pairs", arch, k.dtype, features)
+    row = configs.find("linear_pairs", arch, dtype, features)
     pairs = torch.empty(chunks.count, queries, chunks.size, chunks.size, dtype=torch.float32, device=k.device)
     linear_pairs_kernel[(chunks.count * queries * (chunks.size // SUB),)](
         q, k, decay.g, pairs, chunks.table, length, heads, queries // heads, chunks.each,
         *strides(q, 3), *strides(k, 3), *strides(decay.g, 3),
-        PACKED=chunks.cu is not None, PRECISION=precision(arch), DTYPE=tl_dtype(k.dtype),
+        PACKED=chunks.cu is not None, PRECISION=precision(arch), DTYPE=tl_dtype(dtype),
         F=features, C=chunks.size, SUB=SUB, **row.options,
     )  # fmt: skip
     return pairs
@@ -100,20 +106,20 @@ def forward(
     """out (B, T, H, V), den (B, T, H) (empty if not normalised), and the states after the last token."""
     with on(q):
         q, k, v = rows(q), rows(k), rows(v)
-        chunks = Chunks.of(k, cu_seqlens)
+        chunks, dtype = Chunks.of(k, cu_seqlens), product_dtype(q, k, v)
         decay = decay_of(k, log_k, log_decay, chunks)
-        before = states_of(k, v, decay, (S, z, m), chunks)
-        pairs = pairs_of(q, k, decay, chunks)
+        before = states_of(k, v, decay, (S, z, m), chunks, dtype)
+        pairs = pairs_of(q, k, decay, chunks, dtype)
         (batch, length, queries, features), (heads, v_dim) = q.shape, v.shape[2:]
         out = v.new_empty(batch, length, queries, v_dim)
         den = z.new_empty((batch, length, queries) if normalize else 0)
         arch = arch_of(k)
-        row = configs.find("linear_out", arch, k.dtype, features, v_dim)
+        row = configs.find("linear_out", arch, dtype, features, v_dim)
         linear_out_kernel[(chunks.count * queries * cdiv(v_dim, row.blocks["BV"]),)](
             q, k, v, decay.g, before.S, before.z, before.m, pairs, out, den, chunks.table,
             length, heads, queries // heads, chunks.each,
             *strides(q, 3), *strides(k, 3), *strides(v, 3), *strides(decay.g, 3), scale, eps,
             MODE=decay.mode, NORMALIZE=normalize, PACKED=chunks.cu is not None, PRECISION=precision(arch),
-            DTYPE=tl_dtype(k.dtype), F=features, V=v_dim, C=chunks.size, **row.options,
+            DTYPE=tl_dtype(dtype), F=features, V=v_dim, C=chunks.size, **row.options,
         )  # fmt: skip
     return out, den, *before.end

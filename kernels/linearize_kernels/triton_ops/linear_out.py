@@ -6,7 +6,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import Row
-from .launch import dot, jit, load, load32, register, store
+from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_cases import variants
 from .linear_chunks import causal_pairs, chunk_of, columns, row_of
 
@@ -19,7 +19,7 @@ configs.add(
 )
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_out_kernel(
     q, k, v, g, states, z_states, m_states, pairs, out, den, table, T, heads, group, each,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import Row
-from .launch import dot, jit, load, load32, register, store
+from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_cases import variants
 from .linear_chunks import columns, sequence_of
 
@@ -16,7 +16,7 @@ configs.add(
 )
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_states_kernel(
     k, v, g, S0, z0, m0, states, z_states, m_states, S1, z1, m1, cu, first, T, heads, each,
     stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h, stride_g_b, stride_g_t, stride_g_h,

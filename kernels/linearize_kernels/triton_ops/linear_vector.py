@@ -12,9 +12,9 @@ import triton.language as tl
 
 from . import configs
 from .configs import Row
-from .launch import dot, jit, load32, register, store
+from .launch import LEAST_DECAY, LENGTHS, dot, jit, load32, register, store
 from .linear_cases import variants
-from .linear_chunks import LEAST_DECAY, chunk_of
+from .linear_chunks import chunk_of
 
 SUB = 16
 
@@ -22,7 +22,7 @@ configs.add("linear_cumsum", [Row({"BF": 32})])
 configs.add("linear_pairs", [Row({"BF": 32}, num_warps=4, num_stages=2)])
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_cumsum_kernel(
     g, c, table, T, heads, each, stride_g_b, stride_g_t, stride_g_h,
     PACKED: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BF: tl.constexpr,
@@ -43,7 +43,7 @@ def linear_cumsum_kernel(
     store(c + ((row * T + start) * heads + h) * F + (token * heads * F)[:, None] + f[None, :], x, mask)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_pairs_kernel(
     q, k, g, pairs, table, T, heads, group, each,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, stride_g_b, stride_g_t, stride_g_h,

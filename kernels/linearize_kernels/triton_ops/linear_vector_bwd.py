@@ -6,7 +6,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import Row
-from .launch import dot, jit, load, load32, register, store
+from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_bwd_states import query_weights
 from .linear_cases import variants
 from .linear_chunks import chunk_of
@@ -22,7 +22,7 @@ configs.add(
 )
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_bwd_pairs_kernel(
     v, d_out, weight, dden, dpairs, table, T, heads, group, each,
     stride_v_b, stride_v_t, stride_v_h, stride_d_b, stride_d_t, stride_d_h,
@@ -53,7 +53,7 @@ def linear_bwd_pairs_kernel(
     tl.store(dpairs + pid * C * C + i[:, None] * C + i[None, :], x)
 
 
-@jit
+@jit(do_not_specialize=LENGTHS)
 def linear_bwd_vector_kernel(
     q, k, v, d_out, g, states, z_states, dstates, dz_states, weight, dden, dpairs, dq, dk, gate, table,
     T, heads, group, each, stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from . import configs
 from .configs import Row
-from .launch import Case, arch_of, jit, load32, next_power_of_2, on, register, rows, store, strides
+from .launch import LEAST_DECAY, Case, arch_of, jit, load32, next_power_of_2, on, register, rows, store, strides
 from .linear_cases import LABELS, types
-from .linear_chunks import LEAST_DECAY
 
 # A program holds a tile of S and, for every query head, a row of outputs.
 configs.add("linear_step", [Row({"BF": 32, "BV": 64}, num_warps=4)])
@@ -41,6 +40,7 @@ def linear_step_kernel(
         old, new = tl.load(m + owner), tl.load(g).to(tl.float32)
         level = tl.maximum(old, new)
         decay, factor = tl.exp(old - level), tl.exp(new - level)
+        tl.debug_barrier()  # every thread has read m
         tl.store(m + owner, level)
     den = tl.zeros((BG,), tl.float32)
     for i_f in range((F + BF - 1) // BF):
@@ -50,6 +50,7 @@ def linear_step_kernel(
         if MODE == 3:
             kept = tl.exp(tl.maximum(load32(g + f, in_f), LEAST_DECAY))
         sums = load32(z + owner * F + f, in_f) * kept + load32(k + f, in_f) * factor
+        tl.debug_barrier()  # several warps have read these of z, one stores them
         tl.store(z + owner * F + f, sums, mask=in_f)
         den += tl.sum(
             load32(q + j[:, None] * stride_q_h + f[None, :], (j < G)[:, None] & in_f[None, :]) * sums[None, :], 1
@@ -69,7 +70,7 @@ def linear_step_kernel(
             mask = in_f[:, None] & in_v[None, :]
             tile = S + owner * F * V + f[:, None] * V + d[None, :]
             held = load32(tile, mask) * kept[:, None] + (load32(k + f, in_f) * factor)[:, None] * value[None, :]
-            tl.store(tile, held, mask=mask)
+            tl.store(tile, held, mask=mask)  # no barrier: a tile has no fewer numbers than threads, each read by one
             for n in range(G):
                 query = load32(q + n * tl.cast(stride_q_h, tl.int64) + f, in_f)
                 num += tl.where((j == n)[:, None], tl.sum(query[:, None] * held, 0, keep_dims=True), 0.0)

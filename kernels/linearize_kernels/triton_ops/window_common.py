@@ -30,8 +30,6 @@ configs.add(
 # Arguments that change from call to call: not compiled anew for values of 1 and multiples of 16.
 LENGTHS = ("T", "before", "n", "first", "first_block", "blocks", "slots", "rows")
 SINK_TILE = tl.constexpr(16)  # sinks are few: the smallest tile of a tensor core
-# The top of a query that sees no key, as in padding: finite, so that exp(-inf - top) is 0 and not NaN.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Scores that are this close to the largest one (relative to it) count as equal to it: a few roundings of float32.
 TIE = tl.constexpr(2.0**-21)
 
@@ -52,6 +50,18 @@ def scores(q, k, seen, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.cons
         tanh = (1.0 - e) / (1.0 + e)
         s = softcap * tl.where(s < 0, -tanh, tanh)
     return tl.where(seen, s, float("-inf"))
+
+
+@jit
+def absorb(acc, total, top, s, v, PRECISION: tl.constexpr, NEAR: tl.constexpr):
+    """acc, total and top (the largest score; LOWEST_SCORE before any) with the scores s and values of another tile."""
+    new = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp(s - new[:, None])
+    keep = tl.exp(top - new)
+    total = total * keep + tl.sum(p, 1)
+    if NEAR == tl.float16:  # noqa: SIM300
+        p = p.to(v.dtype)  # at most 1
+    return dot(p, v, acc * keep[:, None], PRECISION, NEAR), total, new
 
 
 @jit

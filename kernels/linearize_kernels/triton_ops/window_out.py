@@ -6,8 +6,8 @@ import triton.language as tl
 
 from . import configs
 from .configs import Row
-from .launch import dot, jit, load32, store
-from .window_common import HALF, LENGTHS, LOWEST, SINK_TILE, in_window, largest_before, scores, sinks_seen, tile
+from .launch import LOWEST_SCORE, dot, jit, load32, store
+from .window_common import HALF, LENGTHS, SINK_TILE, absorb, in_window, largest_before, scores, sinks_seen, tile
 
 configs.add(
     "window_out",
@@ -18,18 +18,6 @@ configs.add(
         Row({"BF": 32, "BX": 64}),
     ],
 )
-
-
-@jit
-def _absorb(acc, total, top, s, v, PRECISION: tl.constexpr, NEAR: tl.constexpr):
-    """acc, total and top with the scores s and the values of another tile."""
-    new = tl.maximum(top, tl.max(s, 1))
-    p = tl.exp(s - new[:, None])
-    keep = tl.exp(top - new)
-    total = total * keep + tl.sum(p, 1)
-    if NEAR == tl.float16:  # noqa: SIM300
-        p = p.to(v.dtype)  # at most 1
-    return dot(p, v, acc * keep[:, None], PRECISION, NEAR), total, new
 
 
 @jit(do_not_specialize=LENGTHS)
@@ -65,7 +53,7 @@ def window_out_kernel(
     valid += b * (before + T)
     acc = tl.zeros((C, BX), tl.float32)
     total = tl.zeros((C,), tl.float32)
-    most = tl.full((C,), LOWEST, tl.float32)
+    most = tl.full((C,), LOWEST_SCORE, tl.float32)
     if SINKS:
         sink_position += b * n_sinks
         sink_k += (b * n_sinks * HK + h) * D
@@ -76,7 +64,7 @@ def window_out_kernel(
             value = tile(sink_v, slot, HK * DV, slot < n_sinks, d, DV)
             seen = sinks_seen(t, slot, n_sinks, window, T, sink_position)
             s = scores(query, key, seen, scale, softcap, SOFTCAP, PRECISION, NEAR)
-            acc, total, most = _absorb(acc, total, most, s, value, PRECISION, NEAR)
+            acc, total, most = absorb(acc, total, most, s, value, PRECISION, NEAR)
     begin = tl.maximum(before + i * C - window + 1, 0) // BK * BK
     end = before + tl.minimum(i * C + C, T)
     for k0 in range(begin, end, BK):
@@ -85,7 +73,7 @@ def window_out_kernel(
         value = tile(v, index, stride_vt, index < end, d, DV)
         seen = in_window(t, index, before, window, T, valid)
         s = scores(query, key, seen, scale, softcap, SOFTCAP, PRECISION, NEAR)
-        acc, total, most = _absorb(acc, total, most, s, value, PRECISION, NEAR)
+        acc, total, most = absorb(acc, total, most, s, value, PRECISION, NEAR)
 
     # Both parts relative to the larger of their scales.
     near = tl.load(gamma + head).to(tl.float32)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from . import configs
 from .configs import Row, dtype_name
-from .launch import arch_of, block, cdiv, dot, jit, load32, on, precision, store, tl_dtype
-from .window_common import LOWEST, SINK_TILE, scores, tile
+from .launch import LOWEST_SCORE, arch_of, block, cdiv, dot, jit, load32, on, precision, store, tl_dtype
+from .window_common import SINK_TILE, absorb, scores, tile
 
 configs.add("window_step", [Row({"BK": 32, "BF": 32, "BX": 32}, num_stages=1)])
 configs.add("window_step_state", [Row({"BF": 256}, num_stages=1)])
@@ -60,7 +60,7 @@ def window_step_kernel(
     query = tile(q + b * H * D, head, D, group, c, D)
     acc = tl.zeros((BG, BX), tl.float32)
     total = tl.zeros((BG,), tl.float32)
-    most = tl.full((BG,), LOWEST, tl.float32)
+    most = tl.full((BG,), LOWEST_SCORE, tl.float32)
     if SINKS:
         # A free slot would take the new token, which is in the window still: the old slots are all that count.
         for s0 in range(0, n_sinks, SINK_TILE):
@@ -70,12 +70,7 @@ def window_step_kernel(
             value = tile(sink_v + (b * n_sinks * HK + h) * DV, sink, HK * DV, sink < n_sinks, d, DV)
             seen = group[:, None] & (age >= w)[None, :]  # one position older than before this token
             s = scores(query, key, seen, scale, softcap, SOFTCAP, PRECISION, NEAR)
-            peak = tl.maximum(most, tl.max(s, 1))
-            p = tl.exp(s - peak[:, None])
-            past = tl.exp(most - peak)
-            total = total * past + tl.sum(p, 1)
-            acc = dot(p, value, acc * past[:, None], PRECISION, NEAR)
-            most = peak
+            acc, total, most = absorb(acc, total, most, s, value, PRECISION, NEAR)
     for k0 in range(0, w, BK):
         slot = k0 + tl.arange(0, BK)
         taken = slot == oldest  # by the new token
@@ -86,12 +81,7 @@ def window_step_kernel(
         real = tl.load(ring_valid + b * w + slot, mask=slot < w, other=0) != 0
         real = (taken & now) | (real & (slot != oldest))
         s = scores(query, key, group[:, None] & real[None, :], scale, softcap, SOFTCAP, PRECISION, NEAR)
-        peak = tl.maximum(most, tl.max(s, 1))
-        p = tl.exp(s - peak[:, None])
-        past = tl.exp(most - peak)
-        total = total * past + tl.sum(p, 1)
-        acc = dot(p, value, acc * past[:, None], PRECISION, NEAR)
-        most = peak
+        acc, total, most = absorb(acc, total, most, s, value, PRECISION, NEAR)
 
     keep, weight, largest = _leaving(b, h, w, n_sinks, HK, log_k, m, ring_valid, sink_age, oldest, LOGS, BS)
     near = load32(gamma + head, group)

@@ -74,7 +74,9 @@ RowGrads row_grads(const Tensor* x, const Sizes& n, float eps, Dims d) {
         }
         for (i64 r = 0; r < c * d.G; r++) {
             dD[r] = 0;
-            if (gate.mode == LOGS) multiply(dN + r * d.Vp, std::exp(gate.top[r / d.G]), d.Vp);
+            if (gate.mode != LOGS) continue;
+            const float factor = std::exp(gate.top[r / d.G]);  // may be inf, and inf * 0 isn't the 0 of no gradient
+            for (i64 i = r * d.Vp; i < (r + 1) * d.Vp; i++) dN[i] = dN[i] == 0 ? 0 : dN[i] * factor;
         }
     };
 }

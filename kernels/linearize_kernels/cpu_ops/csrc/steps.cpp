@@ -119,6 +119,11 @@ struct WindowStep {
 };
 struct StepSizes { i64 B, H, Hk, D, Dv, F, window, sinks, threads, logs; };
 
+// The slot of the oldest position, within the ring whatever `start` says.
+i64 oldest(const WindowStep& x, const StepSizes& n, i64 b) {
+    return (x.start.integer(b) % n.window + n.window) % n.window;
+}
+
 // The slot that the row's new token becomes as a sink, or -1. Slots are filled in order.
 i64 free_sink(const WindowStep& x, const StepSizes& n, i64 b) {
     for (i64 i = 0; i < n.sinks; i++)
@@ -129,7 +134,7 @@ i64 free_sink(const WindowStep& x, const StepSizes& n, i64 b) {
 void window_head(const WindowStep& x, const StepSizes& n, float scale, float softcap, float eps, i64 b, i64 head) {
     Step step(Dims(n.F, n.Dv, n.H / n.Hk));
     const Dims& d = step.d;
-    const i64 slot = x.start.integer(b), h0 = head * d.G, Dp = padded(n.D), all = n.window + n.sinks;
+    const i64 slot = oldest(x, n, b), h0 = head * d.G, Dp = padded(n.D), all = n.window + n.sinks;
     // The oldest token leaves the window: into the sums, unless it is padding or a sink.
     bool counts = x.ring_valid.flag(b, slot);
     for (i64 i = 0; i < n.sinks; i++) counts = counts && x.age.integer(b, i) != n.window;
@@ -225,7 +230,7 @@ static int64_t window_step(const Tensor* tensors, const i64* sizes, const double
     if (!parallel(n.B * n.Hk, threads_for(floats, n.threads), body)) return 1;
     // What all heads share is updated when none of them reads it any more.
     for (i64 b = 0; b < n.B; b++) {
-        const i64 slot = x.start.integer(b), sink = free_sink(x, n, b);
+        const i64 slot = oldest(x, n, b), sink = free_sink(x, n, b);
         *x.ring_valid.at(b, slot) = x.valid.flag(b);
         *reinterpret_cast<i64*>(x.start.at(b)) = (slot + 1) % n.window;
         for (i64 i = 0; i < n.sinks; i++) {
