@@ -37,7 +37,7 @@ def compile_case(fn: Any, case: Case, arch: str) -> dict[str, Any]:
 
 def compile_kernel(fn: Any, case: Case, arch: str) -> Any:
     signature, attributes = {}, {}
-    for i, name in enumerate(fn.arg_names):
+    for i, (name, parameter) in enumerate(zip(fn.arg_names, fn.params, strict=True)):
         if name in case.values:
             signature[name] = "constexpr"
         elif name in case.types:
@@ -48,7 +48,7 @@ def compile_kernel(fn: Any, case: Case, arch: str) -> Any:
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if name.startswith("stride"):
+            if name.startswith("stride") and not parameter.do_not_specialize:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     values = {name: value for name, value in case.values.items() if name in fn.arg_names}
     source = ASTSource(fn=fn, signature=signature, constexprs=values, attrs=attributes)
@@ -102,7 +102,8 @@ def _tensor_core(text: str) -> str:
 def narrow_offsets(ttir: str) -> int:
     """How many products of a stride are taken in 32 bits: past 2^31 elements they would wrap around.
 
-    Values are followed by name: arguments called stride..., and what broadcasts and copies of them are called.
+    It sees products with an argument called stride..., or with what broadcasts and copies of one are called, alone:
+    not those of constexprs (head dims) and of counts of heads, which offsets in dense buffers are made of.
     """
     # "%stride_q_t" itself, and any value made of nothing but a stride.
     strides = set(re.findall(r"%stride\w*", ttir))

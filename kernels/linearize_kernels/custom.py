@@ -34,7 +34,7 @@ def run(op: str, function: str, backend: str, named: dict[str, Any], options: tu
     """`function` of the chosen backend on the values of `named`, in order, then `options`."""
     layout.check(op, function == "step", named)
     chosen = choose(op, {n: x for n, x in named.items() if isinstance(x, Tensor)}, backend or None).backend
-    with _full_precision(named["q"]):
+    with _full_precision(next(iter(named.values()))):
         return getattr(implementation(chosen, op), function)(*named.values(), *options)
 
 

@@ -21,11 +21,13 @@ MODULES: dict[str, dict[str, str]] = {
         "delta_rule": "torch_delta",
         "window_attention": "torch_window",
         "chunked_kl": "kl",
+        "hedgehog_features": "torch_hedgehog",
     },
     "cpu": {
         "linear_attention": "cpu_ops.linear",
         "delta_rule": "cpu_ops.delta",
         "window_attention": "cpu_ops.window",
+        "hedgehog_features": "cpu_ops.hedgehog",
     },
     "triton": {
         "linear_attention": "triton_ops.linear",
@@ -99,14 +101,14 @@ def choose(op: str, tensors: Mapping[str, Tensor | None] | Tensor, backend: str 
         if reason is not None:
             raise ValueError(f"{origin} can't run {op}: {reason}")
         return Choice(name, "asked for by the caller" if backend is not None else f"forced by {ENVIRONMENT}")
-    device = given["q"].device.type
+    device = next(iter(given.values())).device.type
     if device not in BY_DEVICE:
         return Choice("torch", f"the tensors are on {device}, and there is no kernel written for that device")
     name = BY_DEVICE[device]
     reason = _refusal(name, op, given)
     if reason is None:
         return Choice(name, f"the tensors are on {device}")
-    if device == "cuda":
+    if device == "cuda" and op in MODULES[name]:
         _slow(f"{op} runs in plain PyTorch, not in Triton: {reason}")
     return Choice("torch", f"the {name} backend can't run it: {reason}")
 

@@ -25,6 +25,7 @@ LAYOUTS: dict[tuple[str, bool], dict[str, str]] = {  # (op, whether it is a step
     ("linear_attention", True): _TOKEN | _STATE | {"log_k": "BK"},
     ("delta_rule", False): _QKV | _SUMS | {"beta": "BTK"},
     ("delta_rule", True): _TOKEN | _STATE | {"beta": "BK"},
+    ("hedgehog_features", False): {"x": "BTHF", "weight": "HFV", "d_phi": "BTH.", "phi": "BTH."},
     ("window_attention", False): _SINKS | _STATE | {
         "q": "BTHD", "keys": "BLKD", "values": "BLKV", "valid": "BL", "phi_q": "BTHF", "phi_k": "B.KF", "log_q": "BTH",
         "log_k": "B.K", "sink_position": "Bs", "gamma": "H", "d_out": "BTHV", "dS": "BKFV", "dz": "BKF", "out": "BTHV",
@@ -53,9 +54,8 @@ def check(op: str, step: bool, named: Mapping[str, Any]) -> None:
         if not fits:  # not `require`: its message would be made for every tensor of every call
             legend = ", ".join(f"{letter}={sizes.get(letter, 'any')}" for letter in dims)
             raise ValueError(f"{op}: {name} must be ({legend}), not {tuple(x.shape)}")
-    require(
-        sizes["K"] > 0 and sizes["H"] % sizes["K"] == 0, f"{op}: {sizes['H']} heads are no multiple of {sizes['K']}"
-    )
+    heads, kv_heads = sizes["H"], sizes.get("K", 1)
+    require(kv_heads > 0 and heads % kv_heads == 0, f"{op}: {heads} heads are no multiple of {kv_heads}")
     cu = named.get("cu_seqlens")
     if cu is None:
         require(sizes.get("N", sizes["B"]) == sizes["B"], f"{op}: {sizes.get('N')} states for {sizes['B']} rows")

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
+from linearize_kernels import hedgehog_features
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,8 +90,7 @@ class Hedgehog(FeatureMap):
 
     @staticmethod
     def _map(x: Tensor, weight: Tensor) -> Tensor:
-        x = _per_head(x, weight)
-        return torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1)
+        return hedgehog_features(x, weight)
 
     def q(self, x: Tensor) -> Tensor:
         return self._map(x, self.q_weight)

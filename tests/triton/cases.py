@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class Tolerance(NamedTuple):
 # Sums of up to 200 terms; after gates that add up to -264 a chunk's sums of gates are good to 3e-5, and exp makes that
 # relative.
 FLOAT32 = Tolerance(1e-4, 1e-4, 1e-4)
-# Interpreted, float32 terms rounded once: outputs 2^-8 of a row at most, states before chunks and gradients as well.
+# Interpreted, terms stay float32: outputs, states before chunks and gradients are rounded to 8 bits, 2^-8 at most.
 BFLOAT16 = Tolerance(5e-3, 1e-4, 8e-3)
 # On a card scores and weighted keys are rounded to 8 bits before they are multiplied, too.
 BFLOAT16_CARD = Tolerance(2e-2, 1e-2, 2e-2)
@@ -97,6 +98,24 @@ def definition(call: Call, tensors: list[Tensor | None]) -> tuple[Tensor, Linear
     )  # fmt: skip
 
 
+def denominators(call: Call) -> Tensor:
+    """scale q_t.z_t (B, T, H), relative to exp(m_t): outputs that aren't normalised, of values and states of 1."""
+    q, k, ones = (x.double() for x in (call.q, call.k, torch.ones_like(call.k[..., :1])))
+    log_k, log_decay = (None if x is None else x.double() for x in (call.log_k, call.log_decay))
+    z = call.z.double()
+    plain = call._replace(normalize=False)
+    found = definition(plain, [q, k, ones, log_k, log_decay, z[..., None], z])[0][..., 0]
+    if log_k is None:
+        return found
+    ends = [0, q.shape[1]] if call.cu is None else call.cu.tolist()
+    before = call.m.double()[:, None]
+    largest = [
+        torch.cat([before if call.cu is None else before[i : i + 1], log_k[:, a:b]], 1).cummax(1).values[:, 1:]
+        for i, (a, b) in enumerate(pairwise(ends))
+    ]
+    return found * (-torch.cat(largest, 1)).exp().repeat_interleave(q.shape[2] // k.shape[2], 2)
+
+
 def close(actual: Tensor, expected: Tensor, tolerance: float, what: str, floor: float = 1e-3) -> None:
     error = row_error(actual, expected, floor)
     assert error <= tolerance, f"{what}: error {error:.2e} > {tolerance:.0e}"
@@ -111,6 +130,8 @@ def check_forward(call: Call, tolerance: Tolerance = FLOAT32) -> None:
     assert out.dtype == call.v.dtype
     assert den.dtype == torch.float32
     close(out, expected, tolerance.out, "out")
+    if call.normalize:
+        close(den[..., None], denominators(call)[..., None], tolerance.state, "den")
     for name, x, y in zip("Szm", state, expected_state, strict=True):
         assert x.is_contiguous()
         close(x, y, tolerance.state, f"final {name}")

@@ -9,14 +9,22 @@ from linearize_kernels.triton_ops import delta as kernels
 from linearize_kernels.triton_ops.launch import INTERPRETED
 
 from tests.numerics.tolerances import assert_close
-from tests.triton.delta_cases import BFLOAT16_CARD, FLOAT32, check_forward, check_gradients, check_step, make_call
+from tests.triton.delta_cases import (
+    BFLOAT16_CARD,
+    FLOAT16_CARD,
+    FLOAT32,
+    check_forward,
+    check_gradients,
+    check_step,
+    make_call,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a GPU, and compiled kernels"),
 ]
 
-DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16_CARD, torch.float16: BFLOAT16_CARD}
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16_CARD, torch.float16: FLOAT16_CARD}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

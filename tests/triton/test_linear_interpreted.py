@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linearize_kernels import triton_ops
+import triton
+import triton.language
+from linearize_kernels import choose, triton_ops
 from linearize_kernels.triton_ops import linear as kernels
 
 from tests.triton.cases import BFLOAT16, FLOAT32, check_forward, check_gradients, check_step, guarded, make_call
@@ -89,6 +91,31 @@ def test_any_strides() -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_step(kind: str, normalize: bool) -> None:
     check_step(make_call(2, kind, B=2, H=6, Hk=2, F=48, Dv=80, normalize=normalize), FLOAT32)
+
+
+def test_values_wider_than_keys() -> None:
+    """Keys in bfloat16 don't cut values, and states, to it."""
+    call = make_call(130, "token", F=48, Dv=48)
+    call = call._replace(q=call.q.bfloat16(), k=call.k.bfloat16())
+    check_forward(call)
+    check_gradients(call, BFLOAT16)
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "delta_rule", "window_attention", "chunked_kl"])
+def test_chosen_by_one_tensor(op: str) -> None:
+    assert choose(op, torch.empty(1, 1, 1, 16), "triton").backend == "triton"
+
+
+def test_refuses_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.language, "range", lambda start, stop=None, num_stages=None: None)
+    triton_ops._too_old.cache_clear()
+    try:
+        assert "is too old: pip install -U triton" in (triton_ops.refuses("linear", {"q": torch.empty(1)}) or "")
+        usable, because = triton_ops.status()
+        assert not usable
+        assert "is too old: pip install -U triton" in because
+    finally:
+        triton_ops._too_old.cache_clear()
 
 
 def test_refuses_what_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ LIMITS = {
     "float16 grad": (3e-3, "gradients are rounded to 11 bits, and sums of such roundings"),
     "bfloat16": (6e-3, "outputs are rounded to 8 bits, 2^-8 at most, and so are the sums that they read"),
     "bfloat16 grad": (1e-2, "as the outputs, whose rounding they see, too"),
+    "float16 S": (2e-3, "on cards weighted keys are multiplied in tf32, of 11 bits"),
+    "bfloat16 S": (1e-2, "on cards weighted keys are rounded to 8 bits before they are multiplied"),
 }
 GAMMA = 4  # times as much for gamma: terms of all queries, which cancel
 
@@ -174,7 +176,8 @@ def check(
     kind = str(name).removeprefix("torch.")
     for i, (what, a, e) in enumerate(zip(names, found[1], found[0], strict=True)):
         if i < 4:
-            row = kind if i == 0 else "float32"
+            weighted = what == "S" and "log_k" in call.inputs and device != "cpu" and kind != "float32"
+            row = kind if i == 0 else f"{kind} S" if weighted else "float32"
             error, limit = row_error(a, e), LIMITS[row][0] if row in LIMITS else tolerance(row)
         else:
             error = ((a.double() - e.double()).abs().max() / e.abs().max().clamp_min(0.1)).item()

@@ -54,16 +54,18 @@ def status() -> tuple[bool, str]:
     return False, f"Triton {version} is installed, but there is no CUDA or ROCm device"
 
 
-@functools.cache
 def _missing() -> str | None:
     """Why there is no Triton here that can compile the kernels, or None."""
-    if find_spec("triton") is None:
-        return "Triton isn't installed (`pip install triton`)"
-    # What the kernels use that came to Triton last: asked for itself, as forks have version numbers of their own.
+    return "Triton isn't installed (`pip install triton`)" if find_spec("triton") is None else _too_old()
+
+
+@functools.cache
+def _too_old() -> str | None:
+    # What the kernels use that came to Triton last. Forks have version numbers of their own, so ask for it by name.
     loop = getattr(import_module("triton.language"), "range", None)
-    if loop is None or "disable_licm" not in inspect.signature(loop).parameters:
-        return f"Triton {import_module('triton').__version__} is too old: pip install -U triton"
-    return None
+    if loop is not None and "disable_licm" in inspect.signature(loop).parameters:
+        return None
+    return f"Triton {import_module('triton').__version__} is too old: pip install -U triton"
 
 
 def interpreted() -> bool:

@@ -176,13 +176,13 @@ def backward(
         by_values, d_pairs = plan.empty(B, T, Hk), plan.empty(*heads, CHUNK, CHUNK)
         delta_backward_solve[(plan.chunks * Hk,)](
             v, beta, made.inverse, made.U, dU, dv, by_values, d_pairs, plan.table, T, Hk,
-            *strides(v, 3), *strides(beta, 3), *strides(dv, 3), **plan.shape,
+            *strides(v, 3), *strides(beta, 3), *strides(dv, 3), Dv=Dv, C=CHUNK, VARLEN=plan.packed,
             **plan.constants("delta_backward_solve", BV=Dv), **plan.products,
         )  # fmt: skip
         d_scores = plan.empty(plan.chunks, H, CHUNK, CHUNK)
         delta_backward_scores[(plan.chunks * H,)](
-            d_out, made.U, d_scores, plan.table, T, H, Hk, scale, *strides(d_out, 3), **plan.shape,
-            **plan.constants("delta_backward_scores", BV=Dv), **plan.products,
+            d_out, made.U, d_scores, plan.table, T, H, Hk, scale, *strides(d_out, 3), Dv=Dv, C=CHUNK,
+            VARLEN=plan.packed, **plan.constants("delta_backward_scores", BV=Dv), **plan.products,
         )  # fmt: skip
         through = _through_pairs(plan, q, k, beta, made.c, d_scores, d_pairs) if plan.decay == 2 else (None,) * 3
         dq = torch.empty(B, T, H, F, dtype=q.dtype, device=q.device)

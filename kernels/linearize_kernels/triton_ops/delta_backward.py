@@ -117,8 +117,8 @@ def delta_backward_states(
 def delta_backward_solve(
     v, beta, inverse, U, dU, dv, d_beta, d_pairs, table, T, Hk,
     stride_vb, stride_vt, stride_vh, stride_bb, stride_bt, stride_bh, stride_ob, stride_ot, stride_oh,
-    F: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    Dv: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """dU becomes R, in place; dv; d_pairs = dA without its factor beta; d_beta (B, T, Hk), the values' part R.v."""
     at = tl.program_id(0).to(tl.int64)
@@ -150,8 +150,8 @@ def delta_backward_solve(
 @jit(do_not_specialize=LENGTHS)
 def delta_backward_scores(
     d_out, U, d_scores, table, T, H, Hk, scale, stride_ob, stride_ot, stride_oh,
-    F: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    Dv: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """d_scores_tj = scale d_out_t.U_j, j <= t, of a chunk and query head."""
     ih = tl.program_id(0).to(tl.int64)

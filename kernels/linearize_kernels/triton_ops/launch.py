@@ -37,8 +37,8 @@ The registry of kernels, which `linearize_kernels.aot` compiles ahead of time. A
     register("linear_out", linear_out_kernel, _cases)
 
 An argument of the kernel in neither `types` nor `values` is a number: float if its name is in FLOATS, else an i32,
-divisible by 16 if its name starts with "stride". `types` may name more than the kernel has. An argument that is
-None in this variant belongs in `values` with None.
+divisible by 16 if its name starts with "stride" and isn't in the kernel's do_not_specialize. `types` may name more than
+the kernel has. An argument that is None in this variant belongs in `values` with None.
 """
 
 from __future__ import annotations
@@ -55,7 +55,22 @@ from torch import Tensor
 from .configs import Row, dtype_name, nearest_arch
 
 __all__ = ["FLOATS", "INTERPRETED", "KERNELS", "LEAST_DECAY", "LENGTHS", "LOWEST_SCORE", "UPCAST", "Case", "Kernel"]
-__all__ += ["arch_of", "block", "cdiv", "dot", "dtype_name", "jit", "load", "load32", "next_power_of_2", "on", "precision", "register", "rows", "store"]
+__all__ += [
+    "arch_of",
+    "block",
+    "cdiv",
+    "dot",
+    "dtype_name",
+    "jit",
+    "load",
+    "load32",
+    "next_power_of_2",
+    "on",
+    "precision",
+    "register",
+    "rows",
+    "store",
+]
 __all__ += ["strides", "tl_dtype"]
 
 # A factor of exp(-64) can't be seen in float32, while larger gates would cost the sums of gates their precision.
@@ -63,9 +78,10 @@ LEAST_DECAY = tl.constexpr(-64.0)
 # The largest score or logit of a row before any is seen: finite, so that exp(-inf - it) is 0 and not NaN.
 LOWEST_SCORE = tl.constexpr(-3.4028234663852886e38)
 
-# Arguments that change with the length of what is given: not compiled anew for values of 1 and multiples of 16. As are
-# the strides from row to row of the log decays and betas; those of tiles stay, as their alignment is that of the loads.
-LENGTHS = ("T", "each", "total", "tokens", "count", "tiles")
+# Arguments that change from call to call: not compiled anew for values of 1 and multiples of 16. stride_bb is beta's
+# from row to row, T Hk. Such strides of tiles stay: they are multiples of 16 with the head dim, and 16-byte loads need
+# to know; and so does that of g and of log_decay, which may be a tile.
+LENGTHS = ("T", "each", "total", "tokens", "count", "tiles", "stride_bb")
 
 FLOATS = ("scale", "eps", "softcap")
 

@@ -27,7 +27,7 @@ configs.add(
 )
 
 
-@jit(do_not_specialize=LENGTHS)
+@jit(do_not_specialize=(*LENGTHS, "stride_g_b"))
 def linear_bwd_qk_kernel(
     q, k, v, d_out, g, states, z_states, m_states, dstates, dz_states, weight, dden, dq, dk, gate, table,
     T, heads, group, each, total, stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
