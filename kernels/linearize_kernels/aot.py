@@ -69,9 +69,9 @@ def costs(
     dtypes: Iterable[str] = ("bf16",),
     names: Iterable[str] = (),
     *,
-    last: bool = False,
+    last: int = 0,
 ) -> Iterator[Cost]:
-    """Compile every case (or the `last`) of the kernels called `names`, or so beginning; of all, if none is given."""
+    """Compile every case (or the `last` few) of the kernels called `names`, or so beginning, or of all."""
     from .aot_compile import compile_case
 
     for name in chosen(names):
@@ -79,7 +79,7 @@ def costs(
         for arch in archs:
             for dtype in dtypes:
                 for dim in dims:
-                    for case in kernel.cases(arch, dtype, dim)[-1 if last else 0 :]:
+                    for case in kernel.cases(arch, dtype, dim)[-last:]:
                         cost = Cost(name, case.label, arch, dtype, dim, case.row.num_warps, case.row.num_stages)
                         cost.limit = SHARED_MEMORY[arch]
                         start = time.perf_counter()

@@ -17,23 +17,19 @@ def require(condition: bool, message: str) -> None:
 
 def shape(name: str, x: Tensor, expected: tuple[int | None, ...], legend: str) -> None:
     """x must have `expected` (None: any size); `legend` spells it with the dims' names."""
-    fits = x.dim() == len(expected) and all(e is None or s == e for s, e in zip(x.shape, expected, strict=True))
+    if x.dim() == len(expected) and all(e is None or s == e for s, e in zip(x.shape, expected, strict=True)):
+        return  # before the message is made: this runs for every tensor of every token
     sizes = ", ".join("any" if e is None else str(e) for e in expected)
-    require(fits, f"{name} must be {legend} = ({sizes}), not {tuple(x.shape)}")
+    raise ValueError(f"{name} must be {legend} = ({sizes}), not {tuple(x.shape)}")
 
 
 def floating(like: Tensor, name_like: str, **tensors: Tensor | None) -> None:
     """All tensors are floating point and on the device of `like`."""
     for name, x in tensors.items():
-        if x is not None:
-            require(
-                x.is_floating_point(),
-                f"{name} must be floating point, not {x.dtype} of shape {tuple(x.shape)}",
-            )
-            require(
-                x.device == like.device,
-                f"{name} is on {x.device}, but {name_like} is on {like.device}",
-            )
+        if x is None or (x.is_floating_point() and x.device == like.device):
+            continue
+        require(x.is_floating_point(), f"{name} must be floating point, not {x.dtype} of shape {tuple(x.shape)}")
+        require(x.device == like.device, f"{name} is on {x.device}, but {name_like} is on {like.device}")
 
 
 def same_dtype(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:

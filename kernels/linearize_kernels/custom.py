@@ -30,6 +30,14 @@ def _full_precision(x: Tensor) -> Iterator[None]:
         yield
 
 
+def dispatched(x: Tensor) -> bool:
+    """Whether a call has to go through torch's dispatcher: in a trace, and for anything but plain tensors.
+
+    Otherwise a step, which has no gradient, is run at once: the way there takes longer than its arithmetic on a CPU.
+    """
+    return torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta"
+
+
 def run(op: str, function: str, backend: str, named: dict[str, Any], options: tuple[Any, ...] = ()) -> Any:
     """`function` of the chosen backend on the values of `named`, in order, then `options`."""
     layout.check(op, function == "step", named)
@@ -107,13 +115,15 @@ def _linear_gradient(ctx: Any, d_out: Tensor, _den: Any, dS: Tensor, dz: Tensor,
 linear.register_autograd(_linear_gradient, setup_context=_keep_linear)
 
 
-@torch.library.custom_op("linearize::linear_attention_step", mutates_args=("S", "z", "m"))
-def linear_step(
+def linear_step_now(
     q: Tensor, k: Tensor, v: Tensor, log_k: Tensor | None, log_decay: Tensor | None, S: Tensor, z: Tensor, m: Tensor,
     scale: float, normalize: bool, eps: float, backend: str,
 ) -> Tensor:  # fmt: skip
     named = {"q": q, "k": k, "v": v, "log_k": log_k, "log_decay": log_decay, "S": S, "z": z, "m": m}
     return run("linear_attention", "step", backend, named, (scale, normalize, eps)).contiguous()
+
+
+linear_step = torch.library.custom_op("linearize::linear_attention_step", linear_step_now, mutates_args=("S", "z", "m"))
 
 
 @linear_step.register_fake
@@ -167,12 +177,14 @@ def _delta_gradient(ctx: Any, d_out: Tensor, dS: Tensor) -> tuple[Any, ...]:
 delta.register_autograd(_delta_gradient, setup_context=_keep_delta)
 
 
-@torch.library.custom_op("linearize::delta_rule_step", mutates_args=("S",))
-def delta_step(
+def delta_step_now(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, S: Tensor, scale: float, backend: str
 ) -> Tensor:
     named = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "S": S}
     return run("delta_rule", "step", backend, named, (scale,)).contiguous()
+
+
+delta_step = torch.library.custom_op("linearize::delta_rule_step", delta_step_now, mutates_args=("S",))
 
 
 @delta_step.register_fake

@@ -135,8 +135,7 @@ window.register_autograd(_gradient, setup_context=_keep)
 STATE = ("S", "z", "m", "ring_k", "ring_v", "ring_valid", "sink_k", "sink_v", "sink_age", "start")
 
 
-@torch.library.custom_op("linearize::window_attention_step", mutates_args=STATE)
-def window_step(
+def window_step_now(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, phi_q: Tensor, phi_k: Tensor, log_q: Tensor | None,
     log_k: Tensor | None, gamma: Tensor, S: Tensor, z: Tensor, m: Tensor, ring_k: Tensor, ring_v: Tensor,
     ring_valid: Tensor, sink_k: Tensor, sink_v: Tensor, sink_age: Tensor, start: Tensor, scale: float, softcap: float,
@@ -146,6 +145,9 @@ def window_step(
     state = (S, z, m, ring_k, ring_v, ring_valid, sink_k, sink_v, sink_age, start)
     named |= {"gamma": gamma} | dict(zip(STATE, state, strict=True))
     return run("window_attention", "step", backend, named, (scale, softcap, eps)).contiguous()
+
+
+window_step = torch.library.custom_op("linearize::window_attention_step", window_step_now, mutates_args=STATE)
 
 
 @window_step.register_fake

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .custom import dense, run
+from .custom import dense, dispatched, run
 
 
 def hedgehog_features(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
@@ -22,12 +22,15 @@ def hedgehog_features(x: Tensor, weight: Tensor, *, backend: str | None = None) 
         checks.floating(x, "x", x=x, weight=weight)
     if not x.numel() or not weight.numel():
         return x.new_zeros(*x.shape[:3], 2 * weight.shape[2])
-    return _hedgehog(x, weight, backend or "")
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return (_hedgehog if grad or dispatched(x) else _hedgehog_now)(x, weight, backend or "")
 
 
-@torch.library.custom_op("linearize::hedgehog_features", mutates_args=())
-def _hedgehog(x: Tensor, weight: Tensor, backend: str) -> Tensor:
+def _hedgehog_now(x: Tensor, weight: Tensor, backend: str) -> Tensor:
     return run("hedgehog_features", "forward", backend, {"x": x, "weight": weight}).contiguous()
+
+
+_hedgehog = torch.library.custom_op("linearize::hedgehog_features", _hedgehog_now, mutates_args=())
 
 
 @_hedgehog.register_fake

@@ -77,8 +77,9 @@ def linear_attention(
     (q, k, v), log_k, log_decay = _masked(mask, (q, k, v), log_k, _per_token(log_decay, k, dtype), dtype)
     options = (float(scale), normalize, float(eps), name)
     if is_step(q, given, cu_seqlens, k, v, log_k, log_decay):
+        step: Any = custom.linear_step if custom.dispatched(q) else custom.linear_step_now
         state = LinearState(*map(own, state))
-        out = custom.linear_step(*_token(q, k, v, log_k, log_decay), *state, *options)[:, None]
+        out = step(*_token(q, k, v, log_k, log_decay), *state, *options)[:, None]
     else:
         out, _, *after = custom.linear(q, k, v, log_k, log_decay, *state, cu_seqlens, *options)
         state = LinearState(after[0], after[1], after[2].detach())
@@ -141,8 +142,9 @@ def delta_rule(
     beta = beta.to(dtype)
     beta = beta if mask is None else beta.masked_fill(~mask[..., None], 0)
     if is_step(q, given, cu_seqlens, k, v, beta, log_decay):
+        step: Any = custom.delta_step if custom.dispatched(q) else custom.delta_step_now
         S = own(S)
-        out = custom.delta_step(*_token(q, k, v, beta, log_decay), S, scale, name)[:, None]
+        out = step(*_token(q, k, v, beta, log_decay), S, scale, name)[:, None]
     else:
         out, S = custom.delta(q, k, v, beta, log_decay, S, cu_seqlens, scale, name)
     return (out, DeltaState(S)) if return_state else out
@@ -182,7 +184,8 @@ def linear_attention_step(
         mask, (q, k, v), log_k, _per_token(log_decay, k, state.S.dtype), state.S.dtype
     )
     tensors = _token(q, k, v, log_k, log_decay)
-    out = custom.linear_step(*tensors, *state, float(scale), normalize, float(eps), name)[:, None]
+    step: Any = custom.linear_step if custom.dispatched(q) else custom.linear_step_now
+    out = step(*tensors, *state, float(scale), normalize, float(eps), name)[:, None]
     return out if mask is None or normalize else out.masked_fill(~mask[..., None, None], 0)
 
 
@@ -217,7 +220,8 @@ def delta_rule_step(
     (q, k, v), _, log_decay = _masked(mask, (q, k, v), None, _per_token(log_decay, k, dtype), dtype)
     beta = beta.to(dtype)
     beta = beta if mask is None else beta.masked_fill(~mask[..., None], 0)
-    return custom.delta_step(*_token(q, k, v, beta, log_decay), state.S, scale, name)[:, None]
+    step: Any = custom.delta_step if custom.dispatched(q) else custom.delta_step_now
+    return step(*_token(q, k, v, beta, log_decay), state.S, scale, name)[:, None]
 
 
 def _rows(q: Tensor, cu_seqlens: Tensor | None) -> int:

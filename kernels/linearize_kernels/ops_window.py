@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import checks, custom_window, reference
+from .custom import dispatched
 from .dispatch import forced
 from .ops import is_step, overwrite, own
 from .packed import run_packed
@@ -213,7 +214,8 @@ def _step(
     q, k, v, phi_q, log_q = _without_padding(q, k, v, phi_q, log_q, mask)
     valid = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if mask is None else mask[:, 0].contiguous()
     logs = (None if x is None else x[:, 0].to(state.S.dtype) for x in (log_q, log_k))
-    out = custom_window.window_step(
+    step: Any = custom_window.window_step if dispatched(q) else custom_window.window_step_now
+    out = step(
         q[:, 0], k[:, 0], v[:, 0], valid, phi_q[:, 0], phi_k[:, 0], *logs, gamma, *state, scale, softcap or 0.0, eps,
         backend,
     )[:, None]  # fmt: skip

@@ -57,6 +57,10 @@ class WindowState(NamedTuple):
     sink_age: Tensor
     start: Tensor
 
+    def oldest(self, x: Tensor) -> Tensor:
+        """x (N, w, ...), one of k, v and valid, at the oldest position alone: (N, 1, ...)."""
+        return x[torch.arange(x.shape[0], device=x.device), self.start][:, None]
+
     def ring(self, x: Tensor) -> Tensor:
         """x (N, w, ...), one of k, v and valid, with the oldest position first."""
         order = (self.start[:, None] + torch.arange(x.shape[1], device=x.device)) % max(x.shape[1], 1)

@@ -115,4 +115,6 @@ class WindowMixer(nn.Module):
             return k
         if previous is None:
             return k[:, : max(k.shape[1] - self.window, 0)]
+        if k.shape[1] == 1:
+            return previous.oldest(previous.k)
         return torch.cat([previous.ring(previous.k), k], dim=1)[:, : k.shape[1]]

@@ -32,8 +32,10 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def compiled(kernel: str, arch: str, dim: int, *, last: bool = False) -> list[aot.Cost]:
-    """`last`: only the last case, which needs most."""
+def compiled(kernel: str, arch: str, dim: int, *, last: int = 0) -> list[aot.Cost]:
+    """`last`: only so many of the cases. The last one needs most, or the one before: decays by feature most shared
+    memory, scalar ones (packed, if there are such) in some kernels more registers.
+    """
     found = list(aot.costs([arch], [dim], ["bf16"], [kernel], last=last))
     assert found
     for cost in found:
@@ -45,10 +47,10 @@ def compiled(kernel: str, arch: str, dim: int, *, last: bool = False) -> list[ao
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "dim", "last"), [("sm_80", 64, True), ("sm_80", 128, False), ("sm_90", 64, False), ("sm_90", 128, True)]
+    ("arch", "dim", "last"), [("sm_80", 64, 2), ("sm_80", 128, 0), ("sm_90", 64, 0), ("sm_90", 128, 2)]
 )
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_spills_and_tensor_cores(kernel: str, arch: str, dim: int, last: bool) -> None:
+def test_no_spills_and_tensor_cores(kernel: str, arch: str, dim: int, last: int) -> None:
     for cost in compiled(kernel, arch, dim, last=last):
         assert cost.stack == 0, aot.line(cost)
         assert cost.wide > 0 or kernel in SCALARS, aot.line(cost)
@@ -60,13 +62,13 @@ def test_no_spills_and_tensor_cores(kernel: str, arch: str, dim: int, last: bool
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_shared_memory_of_small_cards(kernel: str) -> None:
     assert configs.SHARED_MEMORY["sm_86"] == 101376
-    compiled(kernel, "sm_86", 256, last=True)
+    compiled(kernel, "sm_86", 256, last=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["linear_out", "linear_states"])
 def test_amd(kernel: str) -> None:
-    for cost in compiled(kernel, "gfx942", 64, last=True):
+    for cost in compiled(kernel, "gfx942", 64, last=1):
         assert cost.stack == 0
         assert cost.tensor_core.startswith("mfma")
 

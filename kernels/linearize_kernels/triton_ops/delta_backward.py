@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import chunk_of, sequence_of
 from .delta_cases import cases
 from .delta_chunk import (
-    chunk_place,
     load_end,
     load_sums,
     load_tile,
@@ -21,7 +21,6 @@ from .delta_chunk import (
     pair_decay,
     store_tile,
 )
-from .delta_states import sequence_place
 from .launch import LEAST_DECAY, LENGTHS, dot, jit, load32, register
 
 
@@ -39,7 +38,7 @@ def delta_backward_local(
     pid = tl.program_id(0).to(tl.int64)
     tile, at = pid % tiles, pid // tiles
     i, hk = at // Hk, at % Hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     G = H // Hk
@@ -88,7 +87,8 @@ def delta_backward_states(
     pid = tl.program_id(0).to(tl.int64)
     tile, nh = pid % tiles, pid // tiles
     n, h = nh // Hk, nh % Hk
-    row, start, stop, first, count = sequence_place(n, cu, firsts, T, C, VARLEN)
+    row, start, stop, first = sequence_of(n, T, tl.cdiv(T, C), cu, firsts, VARLEN)
+    count = tl.cdiv(stop - start, C)
     k += row * stride_kb + start * stride_kt + h * stride_kh
     rows, features = tl.arange(0, C), tl.arange(0, BF)
     columns = tile * BV + tl.arange(0, BV)
@@ -123,7 +123,7 @@ def delta_backward_solve(
     """dU becomes R, in place; dv; d_pairs = dA without its factor beta; d_beta (B, T, Hk), the values' part R.v."""
     at = tl.program_id(0).to(tl.int64)
     i, h = at // Hk, at % Hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     v += row * stride_vb + start * stride_vt + h * stride_vh
@@ -156,7 +156,7 @@ def delta_backward_scores(
     """d_scores_tj = scale d_out_t.U_j, j <= t, of a chunk and query head."""
     ih = tl.program_id(0).to(tl.int64)
     i, h = ih // H, ih % H
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     d_out += row * stride_ob + start * stride_ot + h * stride_oh
@@ -189,7 +189,7 @@ def delta_backward_inputs(
     pid = tl.program_id(0).to(tl.int64)
     tile, at = pid % tiles, pid // tiles
     i, hk = at // Hk, at % Hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     G = H // Hk

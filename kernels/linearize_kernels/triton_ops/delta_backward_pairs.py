@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import chunk_of
 from .delta_cases import cases
-from .delta_chunk import NEVER, chunk_place, load_sums, load_tile32, store_tile
+from .delta_chunk import NEVER, load_sums, load_tile32, store_tile
 from .launch import LENGTHS, dot, jit, load32, register
 
 
@@ -23,7 +24,7 @@ def delta_backward_rows(
     i, h = ih // H, ih % H
     hk = h // (H // Hk)
     kv = i * Hk + hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     k += row * stride_kb + start * stride_kt + hk * stride_kh
@@ -57,7 +58,7 @@ def delta_backward_columns(
     tile, block = pid % tiles, pid // tiles % (C // 16)
     at = pid // tiles // (C // 16)
     i, hk = at // Hk, at % Hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     G = H // Hk

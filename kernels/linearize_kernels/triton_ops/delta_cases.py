@@ -34,7 +34,8 @@ def cases(
         values = {"F": dim, "Dv": dim, "C": 64, "PRECISION": precision(arch), "DTYPE": tl_dtype(dtype), **constants}
         values |= {name: block(dim, row.blocks.get(name, 1 << 30)) for name in dims}
         found = []
-        for decay, varlen in sorted([(decay, False) for decay in decays] + [(1, True)] * packed):  # the heaviest last
+        # By decay, so that the heaviest come last.
+        for decay, varlen in sorted([(decay, False) for decay in decays] + [(1, True)] * packed):
             absent = () if decay == 2 else ("pairs", "rows_q", "rows_k", "columns_k")
             absent += () if decay else ("c", "log_decay", "d_log")
             absent += () if varlen else PLACES

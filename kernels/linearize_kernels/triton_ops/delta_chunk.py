@@ -11,25 +11,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import chunk_of
 from .delta_cases import cases
 from .launch import LEAST_DECAY, LENGTHS, dot, jit, load, load32, register, store
 
 NEVER = tl.constexpr(float("-inf"))
-
-
-@jit
-def chunk_place(i, table, T, C: tl.constexpr, VARLEN: tl.constexpr):
-    """Batch row, first token and length of chunk i; table (chunks, 2) holds starts and lengths of packed ones."""
-    if VARLEN:
-        row = i * 0
-        start = tl.load(table + 2 * i)
-        length = tl.load(table + 2 * i + 1)
-    else:
-        per_row = tl.cdiv(T, C)
-        row = i // per_row
-        start = (i % per_row) * C
-        length = tl.minimum(T - start, C)
-    return row, start, length
 
 
 @jit
@@ -101,7 +87,7 @@ def delta_sums(
     pid = tl.program_id(0).to(tl.int64)
     at, tile = pid // tiles, pid % tiles
     i, h = at // Hk, at % Hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     rows = tl.arange(0, C)
@@ -131,7 +117,7 @@ def delta_pairs(
     at, block = pid // (C // 16), pid % (C // 16)
     i, h = at // H, at % H
     kv = i * Hk + h // (H // Hk)
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     x += row * stride_xb + start * stride_xt + h * stride_xh
@@ -200,7 +186,7 @@ def delta_solve(
     keys and of the values: U = inverse beta v, from which W S is yet to be taken, W = inverse beta k exp(c)."""
     at = tl.program_id(0).to(tl.int64)
     i, h = at // Hk, at % Hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     k += row * stride_kb + start * stride_kt + h * stride_kh

@@ -1,4 +1,4 @@
-"""The sizes of a call of the delta rule's kernels, and where the chunks of its sequences lie."""
+"""The sizes of a call of the delta rule's kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from . import configs, launch
-from .launch import block, cdiv
-
-CHUNK = 64
+from .chunks import CHUNK, Chunks
+from .launch import block
 
 
 class Plan(NamedTuple):
@@ -24,8 +23,8 @@ class Plan(NamedTuple):
     Dv: int
     N: int
     chunks: int
-    table: Tensor | None  # (chunks, 2): first token and length of each chunk of packed sequences
-    firsts: Tensor | None  # (N + 1,): first chunk of each sequence
+    table: Tensor | None  # of packed sequences, as these three are in `Chunks`
+    firsts: Tensor | None
     cu: Tensor | None
     decay: int  # 0 none, 1 scalar, 2 by feature
     arch: str
@@ -36,17 +35,11 @@ class Plan(NamedTuple):
     def of(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor, cu: Tensor | None) -> Plan:
         B, T, H, F = q.shape
         decay = 0 if log_decay is None else log_decay.dim() - 2
-        table = firsts = None
-        chunks = B * cdiv(T, CHUNK)
-        if cu is not None:
-            # As many as there can be, so that no value has to come from the device: the last may have length 0.
-            chunks = T // CHUNK + S.shape[0]
-            cu = cu.to(q.device, torch.int64).contiguous()
-            table, firsts = chunk_table(cu, chunks)
+        lie = Chunks.of(q, cu)
         # One dtype for all products, the wider of the inputs'.
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        sizes = (B, T, H, k.shape[2], F, v.shape[3], S.shape[0], chunks)
-        return Plan(*sizes, table, firsts, cu, decay, launch.arch_of(q), dtype, q.device)
+        sizes = (B, T, H, k.shape[2], F, v.shape[3], S.shape[0], lie.count)
+        return Plan(*sizes, lie.table, lie.first, lie.cu, decay, launch.arch_of(q), dtype, q.device)
 
     def constants(self, kernel: str, **blocks: int) -> dict[str, Any]:
         """The constexprs and options of a launch: `blocks` are the dims that the table's sizes are for."""
@@ -72,14 +65,3 @@ class Plan(NamedTuple):
         """A buffer, float32 unless its values are only ever read as terms of products of bf16."""
         narrow = not wide and self.dtype == torch.bfloat16 and not launch.INTERPRETED
         return torch.empty(shape, dtype=torch.bfloat16 if narrow else torch.float32, device=self.device)
-
-
-def chunk_table(cu: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """(chunks, 2) first token and length, and (N + 1,) first chunk of each sequence, without waiting for a device."""
-    counts = (cu.diff() + CHUNK - 1) // CHUNK
-    firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    i = torch.arange(chunks, device=cu.device)
-    sequence = torch.searchsorted(firsts[1:].contiguous(), i, right=True).clamp_max(len(counts) - 1)
-    start = cu[sequence] + (i - firsts[sequence]) * CHUNK
-    length = (cu[sequence + 1] - start).clamp(0, CHUNK)
-    return torch.stack([start.minimum(cu[-1]), length], 1), firsts

@@ -5,27 +5,10 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import chunk_of, sequence_of
 from .delta_cases import cases
-from .delta_chunk import chunk_place, load_end, load_sums, load_tile, load_tile32, pair_decay, store_tile
+from .delta_chunk import load_end, load_sums, load_tile, load_tile32, pair_decay, store_tile
 from .launch import LENGTHS, dot, jit, load32, register, store
-
-
-@jit
-def sequence_place(n, cu, firsts, T, C: tl.constexpr, VARLEN: tl.constexpr):
-    """Batch row, first token, last token, first chunk and number of chunks of sequence n."""
-    if VARLEN:
-        row = n * 0
-        start = tl.load(cu + n).to(tl.int64)
-        stop = tl.load(cu + n + 1).to(tl.int64)
-        first = tl.load(firsts + n)
-        count = tl.load(firsts + n + 1) - first
-    else:
-        row = n
-        start = n * 0
-        stop = start + T
-        count = tl.cdiv(stop, C)
-        first = n * count
-    return row, start, stop, first, count
 
 
 @jit(do_not_specialize=LENGTHS)
@@ -41,7 +24,8 @@ def delta_states(
     pid = tl.program_id(0).to(tl.int64)
     tile, nh = pid % tiles, pid // tiles
     n, h = nh // Hk, nh % Hk
-    row, start, stop, first, count = sequence_place(n, cu, firsts, T, C, VARLEN)
+    row, start, stop, first = sequence_of(n, T, tl.cdiv(T, C), cu, firsts, VARLEN)
+    count = tl.cdiv(stop - start, C)
     k += row * stride_kb + start * stride_kt + h * stride_kh
     rows, features = tl.arange(0, C), tl.arange(0, BF)
     columns = tile * BV + tl.arange(0, BV)
@@ -79,7 +63,7 @@ def delta_out(
     i, h = ih // H, ih % H
     hk = h // (H // Hk)
     at = i * Hk + hk
-    row, start, length = chunk_place(i, table, T, C, VARLEN)
+    row, start, length = chunk_of(i, T, tl.cdiv(T, C), table, VARLEN, C)
     if length <= 0:
         return
     q += row * stride_qb + start * stride_qt + h * stride_qh

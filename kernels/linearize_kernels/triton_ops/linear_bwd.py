@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from . import configs
+from .chunks import Chunks
 from .launch import LEAST_DECAY, arch_of, cdiv, on, precision, rows, strides, tl_dtype
 from .linear_bwd_qkv import linear_bwd_qk_kernel, linear_bwd_v_kernel
 from .linear_bwd_states import linear_bwd_rows_kernel, linear_bwd_states_kernel
-from .linear_chunks import Chunks
 from .linear_fwd import Decay, States, decay_of, pairs_of, product_dtype, states_of
 from .linear_vector import SUB
 from .linear_vector_bwd import linear_bwd_pairs_kernel, linear_bwd_vector_kernel

@@ -6,11 +6,12 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import chunk_of
 from .configs import Row
 from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_bwd_states import query_weights
 from .linear_cases import variants
-from .linear_chunks import causal_pairs, chunk_of, columns, row_of
+from .linear_chunks import causal_pairs, columns, row_of
 
 # Smaller tiles where operands of tensor cores come from registers (before wgmma): with larger ones log_k spills.
 configs.add(

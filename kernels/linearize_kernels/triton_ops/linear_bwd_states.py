@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import sequence_of
 from .configs import Row
 from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_cases import variants
-from .linear_chunks import columns, row_of, sequence_of
+from .linear_chunks import columns, row_of
 
 configs.add("linear_bwd_rows", [Row({"BR": 32, "BV": 64})])
 configs.add(

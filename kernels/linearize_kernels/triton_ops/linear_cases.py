@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import configs
+from .chunks import CHUNK
 from .launch import Case, precision, tl_dtype
-from .linear_chunks import CHUNK
 
 INPUTS = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv", "states", "dstates")
 SUMS = ("g", "S0", "z0", "m0", "S1", "z1", "m1", "z_states", "m_states", "den", "pairs", "c")

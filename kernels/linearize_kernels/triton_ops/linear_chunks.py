@@ -1,4 +1,4 @@
-"""Where the chunks of linear attention lie, and the factors between their tokens.
+"""The factors between the tokens of a chunk of linear attention.
 
 Sums are held relative to a scale that moves with time. One formulation serves scalar decays and log_k: with four
 logs per chunk, every factor is exp of something <= 0,
@@ -9,23 +9,14 @@ logs per chunk, every factor is exp of something <= 0,
     decay:  row = col = c, the cumulative sum of log_decay from the chunk's start; before = 0; end = c of the last
     log_k:  row = -M, the running maximum of log_k; col = -log_k; before = -M before the chunk; end = -M of the last
 
-In kernels, tokens count from the chunk's start, which goes into the pointers once: then nothing but short numbers
-stays in registers (linear_bwd_qk at D = 64: 24 bytes spilled with tokens counted from the row's start, now none).
-
 Decays of every feature (VECTOR) have their c for each (token, feature): see `linear_vector`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton.language as tl
-from torch import Tensor
 
-from .launch import LEAST_DECAY, cdiv, jit
-
-CHUNK = 64
+from .launch import LEAST_DECAY, jit
 
 NONE = tl.constexpr(0)
 SCALAR = tl.constexpr(1)
@@ -33,65 +24,6 @@ LOGS = tl.constexpr(2)
 VECTOR = tl.constexpr(3)
 
 NOTHING = tl.constexpr(-1e30)  # state.NOTHING_SEEN
-
-
-class Chunks(NamedTuple):
-    """Every sequence cut into chunks of `size` tokens. Without cu_seqlens each row has `each` chunks; with it the
-    tables say where sequences begin: first (N,) their first chunk, table (count, 2) each chunk's first token and its
-    sequence's end. They are made without waiting for the device, so `count` is the most there can be; the chunks
-    that don't exist have no tokens."""
-
-    count: int
-    each: int
-    size: int
-    cu: Tensor | None
-    first: Tensor | None
-    table: Tensor | None
-
-    @staticmethod
-    def of(x: Tensor, cu_seqlens: Tensor | None, size: int = CHUNK) -> Chunks:
-        """For x (B, T, ...)."""
-        each = cdiv(x.shape[1], size)
-        if cu_seqlens is None:
-            return Chunks(x.shape[0] * each, each, size, None, None, None)
-        cu = cu_seqlens.to(device=x.device, dtype=torch.int64).contiguous()
-        last = ((cu.diff() + size - 1) // size).cumsum(0)
-        first = last - (cu.diff() + size - 1) // size
-        count = x.shape[1] // size + len(cu) - 1
-        index = torch.arange(count, device=x.device)
-        owner = torch.searchsorted(last, index, right=True).clamp_max_(len(cu) - 2)
-        start = cu[owner] + (index - first[owner]) * size
-        return Chunks(count, each, size, cu, first, torch.stack([start, cu[owner + 1]], 1))
-
-
-@jit
-def sequence_of(seq, T, each, cu, first, PACKED: tl.constexpr):
-    """row, first token, end, first chunk of a sequence."""
-    if PACKED:
-        row = seq * 0
-        start = tl.load(cu + seq)
-        stop = tl.load(cu + seq + 1)
-        chunk = tl.load(first + seq)
-    else:
-        row = seq
-        start = seq * 0
-        stop = start + T
-        chunk = seq * each
-    return row, start, stop, chunk
-
-
-@jit
-def chunk_of(chunk, T, each, table, PACKED: tl.constexpr, C: tl.constexpr):
-    """row, first token, and how many tokens the chunk has (int32; none if it is 0 or less)."""
-    if PACKED:
-        row = chunk * 0
-        start = tl.load(table + chunk * 2)
-        stop = tl.load(table + chunk * 2 + 1)
-    else:
-        row = chunk // each
-        start = chunk % each * C
-        stop = chunk * 0 + T
-    return row, start, tl.minimum(stop - start, C).to(tl.int32)
 
 
 @jit

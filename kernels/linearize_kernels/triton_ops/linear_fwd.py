@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from . import configs
+from .chunks import Chunks
 from .launch import arch_of, cdiv, on, precision, rows, strides, tl_dtype
-from .linear_chunks import Chunks
 from .linear_out import linear_out_kernel
 from .linear_states import linear_states_kernel
 from .linear_vector import SUB, linear_cumsum_kernel, linear_pairs_kernel

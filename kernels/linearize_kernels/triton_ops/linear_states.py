@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import sequence_of
 from .configs import Row
 from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_cases import variants
-from .linear_chunks import columns, sequence_of
+from .linear_chunks import columns
 
 configs.add(
     "linear_states",

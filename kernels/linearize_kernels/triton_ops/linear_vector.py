@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import chunk_of
 from .configs import Row
 from .launch import LEAST_DECAY, LENGTHS, dot, jit, load32, register, store
 from .linear_cases import variants
-from .linear_chunks import chunk_of
 
 SUB = 16
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from . import configs
+from .chunks import chunk_of
 from .configs import Row
 from .launch import LENGTHS, dot, jit, load, load32, register, store
 from .linear_bwd_states import query_weights
 from .linear_cases import variants
-from .linear_chunks import chunk_of
 from .linear_vector import SUB
 
 configs.add("linear_bwd_pairs", [Row({"BV": 64}, dtype=("bf16", "fp16")), Row({"BV": 32})])

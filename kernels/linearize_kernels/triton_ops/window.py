@@ -26,8 +26,13 @@ from .window_step import step
 __all__ = ["backward", "forward", "refuses", "step"]
 
 
+# Inputs of products: in float32, if their dtypes differ.
+MULTIPLIED = ("q", "k", "v", "keys", "values", "phi_q", "phi_k", "ring_k", "ring_v")
+
+
 def refuses(tensors: dict[str, Tensor]) -> str | None:
     """Head dims that don't fit into one tile, or into the shared memory of the card."""
+    mixed = len({x.dtype for name, x in tensors.items() if name in MULTIPLIED}) > 1
     for name in ("q", "v", "values"):
         x = tensors.get(name)
         if x is None:
@@ -35,7 +40,7 @@ def refuses(tensors: dict[str, Tensor]) -> str | None:
         given = f"the last dim of {name} is {x.shape[-1]}"
         if x.shape[-1] > 256:
             return f"{given}, and the kernels take up to 256"
-        if not fits(arch_of(x), dtype_name(x.dtype), x.shape[-1]):
+        if not fits(arch_of(x), dtype_name(torch.float32 if mixed else x.dtype), x.shape[-1]):
             return f"{given}, and in float32 the kernels' shared memory on this card is enough for 128"
     return None
 
@@ -64,13 +69,13 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    q: Tensor, keys: Tensor, values: Tensor, phi_q: Tensor, log_q: Tensor | None, log_k: Tensor | None, m: Tensor,
-    window: int,
+    q: Tensor, keys: Tensor, values: Tensor, phi_q: Tensor, phi_k: Tensor, log_q: Tensor | None,
+    log_k: Tensor | None, m: Tensor, window: int,
 ) -> _Plan:  # fmt: skip
     T, D, Dv = q.shape[1], q.shape[3], values.shape[3]
     arch = arch_of(q)
-    near = dtype_name(q.dtype if q.dtype == values.dtype else torch.float32)
-    far = dtype_name(phi_q.dtype if phi_q.dtype == values.dtype else torch.float32)
+    near = dtype_name(q.dtype if q.dtype == keys.dtype == values.dtype else torch.float32)
+    far = dtype_name(phi_q.dtype if phi_q.dtype == phi_k.dtype == values.dtype else torch.float32)
     block = sizes(arch, near, far, D, Dv)
     first = window - (keys.shape[1] - T)
     n = max(T - first, 0)
@@ -86,22 +91,9 @@ def _plan(
         log_q, log_k = log_q.float().contiguous(), log_k[:, :n].float().contiguous()
         peak = torch.cat([m[:, None], log_k], 1).cummax(1).values.contiguous()
     return _Plan(
-        arch,
-        near,
-        far,
-        block,
-        blocks,
-        n,
-        first,
-        first_block,
-        blocks - first_block,
-        log_q,
-        log_k,
-        peak,
-        logs,
-        options,
+        arch, near, far, block, blocks, n, first, first_block, blocks - first_block, log_q, log_k, peak, logs, options,
         far_options,
-    )
+    )  # fmt: skip
 
 
 class _Inputs(NamedTuple):
@@ -155,7 +147,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, den, top, S, z, m). Query t reads key i where valid[i], if i is one of the last `window` indices up to
     L - T + t, and every sink whose position lies before those."""
-    plan = _plan(q, keys, values, phi_q, log_q, log_k, m, window)
+    plan = _plan(q, keys, values, phi_q, phi_k, log_q, log_k, m, window)
     x = _inputs(q, keys, values, phi_q, phi_k, valid, sink_k, sink_v, sink_position, gamma, S, z)
     B, T, H, D = q.shape
     Dv, sinks = values.shape[3], sink_k.shape[1]
@@ -181,7 +173,7 @@ def backward(
     softcap: float, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, keys, values, phi_q, phi_k, log_q, log_k, sink_k, sink_v, gamma, S and z."""
-    plan = _plan(q, keys, values, phi_q, log_q, log_k, m, window)
+    plan = _plan(q, keys, values, phi_q, phi_k, log_q, log_k, m, window)
     x = _inputs(q, keys, values, phi_q, phi_k, valid, sink_k, sink_v, sink_position, gamma, S, z)
     d_out, out, den, top = (y.contiguous() for y in (d_out, out, den, top))
     inverse, slope, held = (torch.empty_like(den) for _ in range(3))
