@@ -82,7 +82,7 @@ def test_the_state_takes_the_bytes_that_the_documentation_says(feature_map, feat
     spec = {"name": "linear", "feature_map": feature_map}
     assert state_bytes(spec, shape, dtype=torch_dtype) == linear
     element, window, sinks = torch_dtype.itemsize, 16, 3
-    exact = element * (window + sinks) * heads * (dim + v_dim) + window + 8 * sinks
+    exact = element * (window + sinks) * heads * (dim + v_dim) + window + 8 * sinks + 8
     spec = {"name": "window", "feature_map": feature_map, "window": window, "sinks": sinks}
     assert state_bytes(spec, shape, dtype=torch_dtype) == linear + exact
 
