@@ -8,15 +8,16 @@ from __future__ import annotations
 import argparse
 
 import torch
-from linearize_kernels import delta_rule
+from linearize_kernels import delta_rule, delta_rule_step
 from torch.nn import functional as F
 
 import ops_peers as peers
 from ops_timing import Run, main
 
 
-def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool) -> tuple[dict[str, Run], list]:
+def build(args: argparse.Namespace, length: int, dtype: torch.dtype, which: str) -> tuple[dict[str, Run], list]:
     batch, heads, kv_heads, dim = (int(n) for n in args.shape.split(","))
+    grad = which == "both"
     shape = (batch, length, kv_heads, dim)
     q = F.normalize(torch.randn(batch, length, heads, dim), dim=-1).to(args.device, dtype).requires_grad_(grad)
     k = F.normalize(torch.randn(shape), dim=-1).to(args.device, dtype).requires_grad_(grad)
@@ -26,6 +27,14 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool)
     vector = -torch.rand(shape, device=args.device) * 0.1
     runs: dict[str, Run] = {"sdpa": lambda: peers.sdpa(q, k, v)}
     own = {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[torch.device(args.device).type]
+    if which == "step":
+        runs = {"sdpa": lambda: peers.sdpa_step(q[:, -1:], k, v)}
+        for name in own:
+            state = delta_rule(q[:, :1], k[:, :1], v[:, :1], beta[:, :1], return_state=True)[1]
+            runs[name] = lambda name=name, state=state: delta_rule_step(
+                q[:, -1:], k[:, -1:], v[:, -1:], beta[:, -1:], state, backend=name
+            )
+        return runs, [q, k, v]
     for name in own:
         for kind, decay in (("", None), (" gated", token), (" kda", vector)):
             runs[name + kind] = lambda name=name, decay=decay: delta_rule(q, k, v, beta, log_decay=decay, backend=name)

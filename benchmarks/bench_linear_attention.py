@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 
 import torch
-from linearize_kernels import linear_attention
+from linearize_kernels import linear_attention, linear_attention_step
 
 import ops_peers as peers
 from ops_timing import Run, main
 
 
-def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool) -> tuple[dict[str, Run], list]:
+def build(args: argparse.Namespace, length: int, dtype: torch.dtype, which: str) -> tuple[dict[str, Run], list]:
     batch, heads, kv_heads, dim = (int(n) for n in args.shape.split(","))
+    grad = which == "both"
     shape = (batch, length, kv_heads, dim)
     q = (torch.rand(batch, length, heads, dim) + 0.1).to(args.device, dtype).requires_grad_(grad)
     k = (torch.rand(shape) + 0.1).to(args.device, dtype).requires_grad_(grad)
@@ -27,6 +28,14 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool)
     vector = -torch.rand(shape, device=args.device) * 0.1 - 0.01
     runs: dict[str, Run] = {"sdpa": lambda: peers.sdpa(q, k, v)}
     own = {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[torch.device(args.device).type]
+    if which == "step":
+        runs = {"sdpa": lambda: peers.sdpa_step(q[:, -1:], k, v)}
+        for name in own:
+            state = linear_attention(q[:, :1], k[:, :1], v[:, :1], return_state=True)[1]
+            runs[name] = lambda name=name, state=state: linear_attention_step(
+                q[:, -1:], k[:, -1:], v[:, -1:], state, backend=name
+            )
+        return runs, [q, k, v]
     for name in own:
         runs[name] = lambda name=name: linear_attention(q, k, v, backend=name)
         runs[f"{name} decay"] = lambda name=name: linear_attention(

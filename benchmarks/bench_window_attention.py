@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from linearize_kernels import window_attention
+from linearize_kernels import window_attention, window_attention_step
 
 import ops_peers as peers
 from ops_timing import Run, main
@@ -19,14 +19,26 @@ from ops_timing import Run, main
 WINDOW, SINKS = 64, 4
 
 
-def build(args: argparse.Namespace, length: int, dtype: torch.dtype, grad: bool) -> tuple[dict[str, Run], list]:
+def build(args: argparse.Namespace, length: int, dtype: torch.dtype, which: str) -> tuple[dict[str, Run], list]:
     batch, heads, kv_heads, dim = (int(n) for n in args.shape.split(","))
+    grad = which == "both"
     q = torch.randn(batch, length, heads, dim).to(args.device, dtype).requires_grad_(grad)
     k, v = (torch.randn(batch, length, kv_heads, dim).to(args.device, dtype).requires_grad_(grad) for _ in "kv")
     phi_q = torch.rand(batch, length, heads, 2 * dim, device=args.device).requires_grad_(grad)
     phi_k = torch.rand(batch, length, kv_heads, 2 * dim, device=args.device).requires_grad_(grad)
     runs: dict[str, Run] = {"sdpa": lambda: peers.sdpa(q, k, v)}
-    for name in {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[torch.device(args.device).type]:
+    own = {"cpu": ("torch", "cpu"), "cuda": ("torch", "triton")}[torch.device(args.device).type]
+    if which == "step":
+        runs = {"sdpa": lambda: peers.sdpa_step(q[:, -1:], k, v)}
+        for name in own:
+            state = window_attention(
+                *(x[:, :1] for x in (q, k, v, phi_q, phi_k)), window=WINDOW, sinks=SINKS, return_state=True
+            )[1]
+            runs[name] = lambda name=name, state=state: window_attention_step(
+                *(x[:, -1:] for x in (q, k, v, phi_q, phi_k)), state, window=WINDOW, sinks=SINKS, backend=name
+            )
+        return runs, [q, k, v]
+    for name in own:
         runs[name] = lambda name=name: window_attention(q, k, v, phi_q, phi_k, window=WINDOW, sinks=SINKS, backend=name)
     if args.device == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -26,6 +26,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def sdpa_step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query (B, 1, H, D) over a cache of keys and values (B, T, Hk, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
 @functools.cache
 def fla_naive(folder: Path, op: str) -> ModuleType:
     """fla/ops/OP/naive.py alone: importing fla itself changes which code transformers runs."""

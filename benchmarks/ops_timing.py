@@ -31,7 +31,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--lengths", default="512,2048,8192", help="tokens")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--shape", default="1,8,8,64", help="batch, query heads, key/value heads, head dim")
-    parser.add_argument("--passes", default="forward,both", help="forward, both (forward and backward), step")
+    parser.add_argument("--passes", default="forward,both", help="forward, both (and backward), step (a token)")
     parser.add_argument("--seconds", type=float, default=6.0, help="for each row of the table, about")
     parser.add_argument("--oracles", type=Path, help="folder with fla-core and einops, for its naive code")
     parser.add_argument("--fast-transformers", type=Path, help="causal_product_cpu.cpp of that project, built here")
@@ -110,15 +110,15 @@ def machine(device: str) -> dict[str, Any]:
 
 def main(
     description: str | None,
-    build: Callable[[argparse.Namespace, int, torch.dtype, bool], tuple[dict[str, Run], list[Tensor]]],
+    build: Callable[[argparse.Namespace, int, torch.dtype, str], tuple[dict[str, Run], list[Tensor]]],
     work: Callable[[argparse.Namespace, bool], tuple[float, float]],
     baseline: str,
 ) -> None:
     """Print a table for each dtype and pass, and write it.
 
     Args:
-        build: (arguments, length, dtype, with gradients) -> implementations and the inputs that they close over.
-        work: (arguments, with gradients) -> FLOPs and bytes (in bf16) of a token and head, at best.
+        build: (arguments, length, dtype, pass) -> implementations and the inputs that they close over.
+        work: (arguments, with gradients) -> FLOPs and bytes (in bf16) of a token and head, at best; not for steps.
         baseline: the implementation that ratios are to.
     """
     args = arguments(description)
@@ -131,10 +131,12 @@ def main(
         peak = matmul_rate(dtype, args.device)
         print(f"\n{dtype_name}: 1024 x 1024 products run at {peak / 1e9:,.0f} GFLOP/s here")
         for which in args.passes.split(","):
+            if which not in ("forward", "both", "step"):
+                raise SystemExit(f"--passes takes forward, both and step, not {which}")
             print(f"{which:8} {'T':>7}  times as fast as {baseline} (its ms in front); share of the product speed")
             for length in (int(n) for n in args.lengths.split(",")):
                 torch.manual_seed(0)
-                runs, inputs = build(args, length, dtype, which == "both")
+                runs, inputs = build(args, length, dtype, which)
                 if args.only:
                     runs = {name: run for name, run in runs.items() if name in (baseline, *args.only.split(","))}
                 found = compare(runs, inputs, which == "both", args.device, args.seconds)
@@ -143,6 +145,10 @@ def main(
                 parts = []
                 for name, one in found.items():
                     one["ratio"] = base / one["seconds"]
+                    if which == "step":  # bound by memory and by the call itself
+                        if name != baseline:
+                            parts.append(f"{name} {one['ratio']:.2f}")
+                        continue
                     one["tflops"] = flops / one["seconds"] / 1e12
                     one["share_of_product_speed"] = flops / one["seconds"] / peak
                     card = next((limits for card, limits in CARDS.items() if card in facts["device"]), None)

@@ -27,6 +27,7 @@ import linearize
 from linearize.errors import ModelError, UsageError
 from linearize.modeling.attach import SWITCH
 from linearize.modeling.bypass import bypass
+from linearize.modeling.compat import cache_keyword
 
 Progress = Callable[[str, int, int], None] | None
 WARM_UP = 64  # tokens
@@ -172,7 +173,8 @@ def _measure(one: Subject, length: int, new_tokens: int, batch: int, device: Any
 def _next(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """(B, 1) the likeliest next token; the head runs on the last position alone."""
     try:
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        held = {cache_keyword(model): cache}
+        logits = model(input_ids=ids, use_cache=True, logits_to_keep=1, **held).logits
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{ids.shape[1]:,} tokens don't fit in the device's memory", "Choose less") from error
     return logits[:, -1:].argmax(-1)

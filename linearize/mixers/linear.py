@@ -33,7 +33,9 @@ def is_step(state: State | None, q: Tensor) -> TypeGuard[State]:
     """Whether q (B, T, H, D) is one token that continues `state`, which may then be updated in place."""
     if state is None or q.shape[1] != 1 or torch.is_grad_enabled():
         return False
-    # What was made under inference_mode can't be changed outside of it.
+    # What was made under inference_mode can't be changed outside of it; a trace can't ask.
+    if torch.compiler.is_compiling():
+        return True
     return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in state.values())
 
 

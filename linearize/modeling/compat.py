@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -37,6 +38,12 @@ PLAIN_SLOTS = tuple(
         "LinearAttentionAndSlidingWindowAttentionLayer",
     )
 )
+
+
+def cache_keyword(model: Any) -> str:
+    """The name under which a model's forward takes its cache."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in taken), "past_key_values")
 
 
 def query_length(query: int | Tensor) -> int:

@@ -194,7 +194,7 @@ def test_a_prompt_of_inference_mode_is_continued_outside_of_it(any_model):
     ids = tokens(1, 20)
     cache = DynamicCache()
     with torch.inference_mode():
-        any_model(ids[:, :18], past_key_values=cache, use_cache=True)
+        any_model(ids[:, :18], cache=cache, use_cache=True)
     with torch.no_grad():
-        outs = [any_model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in (18, 19)]
+        outs = [any_model(ids[:, t : t + 1], cache=cache, use_cache=True).logits for t in (18, 19)]
     torch.testing.assert_close(torch.cat(outs, 1), logits(any_model, ids)[:, 18:], **TOLERANCE)
