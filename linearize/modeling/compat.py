@@ -118,8 +118,9 @@ def recompute_activations(model: Any, on: bool) -> None:
     if on:
         switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         switch({"use_reentrant": False})
-        with suppress(AttributeError):  # gradients of the embeddings, which only the reentrant kind needs
-            model.disable_input_require_grads()
     else:
         switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         switch()
+    # Gradients of the embeddings, which only the reentrant kind needs: asked for here, or by PEFT before.
+    with suppress(AttributeError):
+        model.disable_input_require_grads()
