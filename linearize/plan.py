@@ -25,7 +25,7 @@ MIXER_SHARD = "model-linearize.safetensors"
 REMOTE_CODE = "modeling_linearized.py"
 FILE_SLACK_BYTES = 4096  # what a file takes beyond its bytes: the rest of its last block, its directory entry
 SMALL_FILES_BYTES = 1_000_000  # config, index, manifest, remote code
-BASE_MEMORY_BYTES = 700_000_000  # Python, torch, Triton and transformers, which imports scikit-learn where it is installed
+BASE_MEMORY_BYTES = 700_000_000  # Python, torch, Triton, transformers, scikit-learn where it is installed
 
 
 @dataclass(frozen=True)
