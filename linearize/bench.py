@@ -24,10 +24,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import linearize
-from linearize.errors import ModelError, UsageError
+from linearize.errors import ResourceError, UsageError
 from linearize.modeling.attach import SWITCH
 from linearize.modeling.bypass import bypass
 from linearize.modeling.compat import cache_keyword
+from linearize.training.memory import peak_memory, reset_peak
 
 Progress = Callable[[str, int, int], None] | None
 WARM_UP = 64  # tokens
@@ -156,7 +157,7 @@ def _measure(one: Subject, length: int, new_tokens: int, batch: int, device: Any
     vocabulary = one.model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocabulary, (batch, length), generator=generator).to(device)
     gc.collect()
-    watch = Peak(device)
+    before = peak_memory(device) if reset_peak(device) else None
     with one.mode():
         cache = DynamicCache(config=one.model.config)
         begun = _now(device)
@@ -167,7 +168,7 @@ def _measure(one: Subject, length: int, new_tokens: int, batch: int, device: Any
             begun = _now(device)
             token = _next(one.model, token, cache)
             times.append(_now(device) - begun)
-    return Sample(prefill, times, cache_bytes(cache), watch.rise())
+    return Sample(prefill, times, cache_bytes(cache), None if before is None else peak_memory(device) - before)
 
 
 def _next(model: Any, ids: Tensor, cache: Any) -> Tensor:
@@ -176,7 +177,7 @@ def _next(model: Any, ids: Tensor, cache: Any) -> Tensor:
         held = {cache_keyword(model): cache}
         logits = model(input_ids=ids, use_cache=True, logits_to_keep=1, **held).logits
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"{ids.shape[1]:,} tokens don't fit in the device's memory", "Choose less") from error
+        raise ResourceError(f"{ids.shape[1]:,} tokens don't fit in the device's memory", "Choose less") from error
     return logits[:, -1:].argmax(-1)
 
 
@@ -195,37 +196,6 @@ def cache_bytes(cache: Any) -> int:
             own = sum(x.nbytes for x in vars(layer).values() if isinstance(x, Tensor))
         total += own
     return total
-
-
-class Peak:
-    """The most memory that is used from now on, beyond what is used now."""
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self.known = True
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the highest resident size begins anew
-            self.before = self._status("VmRSS")
-        except OSError:
-            self.known = False
-
-    def rise(self) -> int | None:
-        if not self.known:
-            return None
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self.before
-        return max(self._status("VmHWM") - self.before, 0)
-
-    @staticmethod
-    def _status(name: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-        raise OSError(f"/proc/self/status has no {name}")
 
 
 def _row(length: int, batch: int, samples: Sequence[Sample]) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from linearize.console import printable, say, size
-from linearize.errors import ResourceError
 
 FILE, PLOT = "bench.json", "bench.png"
 
@@ -53,20 +52,16 @@ def write(document: dict[str, Any], folder: Path) -> list[str]:
     Raises:
         ResourceError: the disk refuses.
     """
-    from linearize_evals.settings import write_file
+    from linearize_evals.settings import write_file, write_json
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResourceError(f"{folder} can't be made: {error.strerror}") from error
     paths = [folder / FILE, folder / PLOT]
-    write_file(paths[0], json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
-    draw(document, paths[1])
+    write_json(paths[0], document)
+    write_file(paths[1], draw(document))
     return [str(path) for path in paths]
 
 
-def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Three panels over the length of the context: prefill speed, time of a token, bytes of the cache."""
+def draw(document: Mapping[str, Any]) -> bytes:
+    """A PNG of three panels over the length of the context: prefill speed, time of a token, bytes of the cache."""
     import matplotlib as mpl
     from linearize_evals.plots import LINES, STYLE
     from matplotlib.figure import Figure
@@ -92,4 +87,6 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
             ticks = [row["tokens"] for row in document["models"][0]["rows"]]
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         figure.axes[0].legend()
-        figure.savefig(path, dpi=150)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150)
+    return picture.getvalue()

@@ -89,7 +89,7 @@ class _Walk:
     def run(self, begin: int, optimizer: Any) -> dict[str, Any]:
         job = self.job
         started = time.perf_counter()
-        reset_peak()
+        reset_peak(job.accelerator.device)
         if begin == 0:
             self._tidy()
         self._take_rows()

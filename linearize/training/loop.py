@@ -129,7 +129,7 @@ class Stage:
             self.stream.load_state(job.data)
         summary: dict[str, Any] = {"stage": self.settings.stage, "steps": self.steps, "held_out": {}}
         summary["tokens"] = self.steps * self.step_tokens
-        reset_peak()
+        reset_peak(self.job.accelerator.device)
         job.model.train(not self.local)
         if begin == 0:
             self._look(0, teacher=True)

@@ -1,17 +1,24 @@
-"""How much memory a training takes."""
+"""How much memory a training, or anything else, takes."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 
-def reset_peak() -> None:
-    """Begin to measure anew, where that is possible: a process on a CPU has one peak from its start."""
-    import torch
+def reset_peak(device: Any) -> bool:
+    """Begin to measure anew: False where that is impossible, since a process has one peak from its start."""
+    if device.type == "cuda":
+        import torch
 
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux
+    except OSError:
+        return False
+    return True
 
 
 def peak_memory(device: Any) -> int:
