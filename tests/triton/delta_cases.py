@@ -9,16 +9,10 @@ from linearize_kernels import DeltaState, reference
 from linearize_kernels.triton_ops import delta as kernels
 from torch import Tensor
 
-from tests.numerics.kernel_cases import delta_inputs
-from tests.numerics.tolerances import row_error
+from tests.numerics.kernel_cases import delta_inputs, guarded
+from tests.triton.cases import Tolerance, close
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "S")
-
-
-class Tolerance(NamedTuple):
-    out: float
-    state: float
-    grad: float
 
 
 # Rows for outputs and states, whole tensors for gradients, as in tests/numerics/tolerances.py.
@@ -44,13 +38,6 @@ class Call(NamedTuple):
     S: Tensor
     cu: Tensor | None
     scale: float = 0.3
-
-
-def guarded(x: Tensor) -> Tensor:
-    """x in memory that goes on with NaN, which whatever reads past the end would bring in."""
-    memory = torch.full((x.numel() + 256,), torch.nan, dtype=x.dtype, device=x.device)
-    memory[: x.numel()] = x.flatten()
-    return memory[: x.numel()].view(x.shape)
 
 
 def make_call(
@@ -120,8 +107,3 @@ def check_step(call: Call, tolerance: Tolerance = FLOAT32) -> None:
     out = kernels.step(call.q[:, 0], call.k[:, 0], call.v[:, 0], call.beta[:, 0], log, S, call.scale)
     close(out, want[:, 0], tolerance.out, "output")
     close(S, want_S, min(tolerance.state, 2e-4), "state")
-
-
-def close(actual: Tensor, wanted: Tensor, most: float, what: str, floor: float = 1e-3) -> None:
-    error = row_error(actual, wanted, floor)
-    assert error <= most, f"{what}: error {error:.2e} > {most:.0e}"
