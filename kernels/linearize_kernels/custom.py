@@ -46,15 +46,15 @@ def run(op: str, function: str, backend: str, named: dict[str, Any], options: tu
         return getattr(implementation(chosen, op), function)(*named.values(), *options)
 
 
-def dense(tensors: Any, like: Tensor) -> Grads:
-    """Contiguous tensors, an empty one for each that is None: a custom op returns neither None nor odd strides."""
-    return [like.new_empty(0) if x is None else x.contiguous() for x in tensors]
+def dense(tensors: Any, place: Tensor) -> Grads:
+    """Contiguous tensors, and an empty one like `place` for each None, which custom ops can't return."""
+    return [place.new_empty(0) if x is None else x.contiguous() for x in tensors]
 
 
-def like(first: Tensor, *tensors: Tensor | None) -> Grads:
-    """What `dense` gives for tensors shaped like these, in a trace; `first` says where what is empty stands."""
+def like(place: Tensor, *tensors: Tensor | None) -> Grads:
+    """What `dense` gives for tensors shaped like these, in a trace."""
     return [
-        first.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
+        place.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
     ]
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 ENVIRONMENT = "LINEARIZE_BACKEND"
 
-# The modules of each backend: `forward`, `backward` and `step` on plain tensors.
+# The modules of each backend: `forward`, `backward` and `step` on plain tensors, where the op has them; `divergence` of
+# the logits of a chunk for `chunked_kl`.
 MODULES: dict[str, dict[str, str]] = {
     "torch": {
         "linear_attention": "torch_linear",
@@ -133,5 +134,5 @@ def _refusal(name: str, op: str, tensors: dict[str, Tensor]) -> str | None:
 
 @functools.cache
 def implementation(name: str, op: str) -> ModuleType:
-    """The module with `forward`, `backward` and `step` of an op in a backend."""
+    """The module of an op in a backend."""
     return importlib.import_module(f"{__package__}.{MODULES[name][op]}")

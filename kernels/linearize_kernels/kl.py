@@ -1,7 +1,6 @@
 """KL divergence of two language models' next-token distributions, without the logits of all tokens in memory."""
 
 # Not `from __future__ import annotations`: the custom op's schema is read from these.
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .checks import floating, require, shape
-from .dispatch import choose
+from .dispatch import choose, implementation
 from .state import accumulate_dtype
 
 CHUNK_ELEMENTS = 1 << 25  # of one model's logits at a time: 128 MiB of float32
@@ -140,9 +139,7 @@ _kl.register_autograd(_gradient, setup_context=_keep)
 
 def _divergence(x: Tensor, dtype: torch.dtype, backend: str) -> Any:
     """The function that takes a chunk's logits, by backend and device."""
-    if choose("chunked_kl", x, backend or None).backend == "triton":
-        return import_module(".triton_ops.kl", __package__).divergence
-    return divergence
+    return implementation(choose("chunked_kl", x, backend or None).backend, "chunked_kl").divergence
 
 
 def divergence(

@@ -80,7 +80,8 @@ def forward(
     """out (B, T, H, Dv) and the final S."""
     if cu_seqlens is not None:
 
-        def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, S: Tensor) -> Any:
+        def run(*tensors: Any) -> Any:
+            q, k, v, beta, log_decay, S = tensors
             out, S = forward(q, k, v, beta, log_decay, S, None, scale)
             return [out], [S]
 
@@ -119,16 +120,8 @@ def backward(
     """dq, dk, dv, dbeta, dlog_decay, and dS of the state before."""
     if cu_seqlens is not None:
 
-        def run(
-            d_out: Tensor,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            beta: Tensor,
-            log_decay: Tensor | None,
-            dS: Tensor,
-            S: Tensor,
-        ) -> Any:
+        def run(*tensors: Any) -> Any:
+            d_out, q, k, v, beta, log_decay, dS, S = tensors
             *grads, dS = backward(d_out, dS, q, k, v, beta, log_decay, S, None, scale)
             return grads, [dS]
 

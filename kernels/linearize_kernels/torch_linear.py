@@ -96,16 +96,8 @@ def forward(
     """out (B, T, H, Dv), den (B, T, H) before the floor eps, and the final S, z and m."""
     if cu_seqlens is not None:
 
-        def run(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            log_k: Tensor | None,
-            log_decay: Tensor | None,
-            S: Tensor,
-            z: Tensor,
-            m: Tensor,
-        ) -> Any:
+        def run(*tensors: Any) -> Any:
+            q, k, v, log_k, log_decay, S, z, m = tensors
             out, den, *ends = forward(q, k, v, log_k, log_decay, S, z, m, None, scale, normalize, eps)
             return [out, den if normalize else None], ends
 
@@ -222,21 +214,8 @@ def backward(
     """dq, dk, dv, dlog_k, dlog_decay, and dS, dz of the states before."""
     if cu_seqlens is not None:
 
-        def run(
-            d_out: Tensor,
-            out: Tensor,
-            den: Tensor,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            log_k: Tensor | None,
-            log_decay: Tensor | None,
-            dS: Tensor,
-            dz: Tensor,
-            S: Tensor,
-            z: Tensor,
-            m: Tensor,
-        ) -> Any:
+        def run(*tensors: Any) -> Any:
+            d_out, out, den, q, k, v, log_k, log_decay, dS, dz, S, z, m = tensors
             grads = backward(d_out, dS, dz, q, k, v, log_k, log_decay, S, z, m, None, out, den, scale, normalize, eps)
             return grads[:5], grads[5:]
 

@@ -29,7 +29,7 @@ def build_feature_map(
     return cls(shape, generator=generator, **check_options("feature_map", name, entry, options))
 
 
-def is_step(state: State | None, q: Tensor) -> TypeGuard[State]:
+def steps_in_place(state: State | None, q: Tensor) -> TypeGuard[State]:
     """Whether q (B, T, H, D) is one token that continues `state`, which may then be updated in place."""
     if state is None or q.shape[1] != 1 or torch.is_grad_enabled():
         return False
@@ -88,7 +88,7 @@ class LinearMixer(nn.Module):
             # from that key: its floor only has to keep 0 / 0 away.
             "eps": 1e-6 if phi_k.log_scale is None else 1e-30,
         }
-        if is_step(state, q):
+        if steps_in_place(state, q):
             return linear_attention_step(phi_q.phi, phi_k.phi, v, LinearState(**state), **options), state
         result = linear_attention(
             phi_q.phi,

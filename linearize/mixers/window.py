@@ -12,7 +12,7 @@ import torch
 from linearize_kernels import WindowState, accumulate_dtype, window_attention, window_attention_step
 from torch import Tensor, nn
 
-from linearize.mixers.linear import State, build_feature_map, is_step
+from linearize.mixers.linear import State, build_feature_map, steps_in_place
 from linearize.mixers.registry import AttentionShape
 
 # gamma = exp of these at the start. Maps that estimate the softmax kernel itself are on the exact part's own scale, so
@@ -88,7 +88,7 @@ class WindowMixer(nn.Module):
             # Where a key in the window would have outweighed them, the linear sums that are left are far below 1.
             options["eps"] = 1e-30
         features = (phi_q.phi, torch.zeros_like(phi_k.phi) if self.ablated == "linear" else phi_k.phi)
-        if previous is not None and is_step(state, q):
+        if previous is not None and steps_in_place(state, q):
             return window_attention_step(q, k, v, *features, previous, **options), state
         result = window_attention(
             q,

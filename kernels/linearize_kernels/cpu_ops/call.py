@@ -14,9 +14,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3,
 _ABSENT = (0, 0, 0, 0, 0, 0)
 
 
-def rows(x: Tensor) -> Tensor:
-    """x with a last dim that can be read in one go: x itself, or a copy."""
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+def rows(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors with last dims that can be read in one go: themselves, or copies."""
+    return [x if x is None or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def describe(x: Tensor | None) -> tuple[int, ...]:

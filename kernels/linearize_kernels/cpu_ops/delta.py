@@ -9,10 +9,6 @@ from .call import call, rows
 from .linear import long, mode
 
 
-def _gate(log_decay: Tensor | None, tokens: int) -> Tensor | None:
-    return rows(log_decay) if log_decay is not None and log_decay.dim() > tokens else log_decay
-
-
 def _sizes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> list[int]:
     batch, length, heads, features = q.shape
     threads = torch.get_num_threads()
@@ -34,7 +30,7 @@ def forward(
     end = torch.empty(S.shape, dtype=S.dtype)
     call(
         "lz_delta_forward",
-        [rows(q), rows(k), rows(v), beta, _gate(log_decay, 3), rows(S), long(cu_seqlens), out, end],
+        [*rows(q, k, v, beta, log_decay, S), long(cu_seqlens), out, end],
         _sizes(q, k, v, log_decay, S),
         [scale],
     )
@@ -54,14 +50,12 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of q, k, v, beta, log_decay, S."""
-    gate = _gate(log_decay, 3)
     dq, dk, dv, d_beta, dS0 = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v, beta, S))
-    d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype)
-    sums = None if gate is None else torch.empty(gate.shape, dtype=torch.float32)
-    inputs = [rows(q), rows(k), rows(v), beta, gate, rows(S), long(cu_seqlens)]
+    d_gate = None if log_decay is None else torch.empty(log_decay.shape, dtype=log_decay.dtype)
+    sums = None if log_decay is None else torch.empty(log_decay.shape, dtype=torch.float32)
     call(
         "lz_delta_backward",
-        [rows(d_out), rows(dS), *inputs, dq, dk, dv, d_beta, d_gate, dS0, sums],
+        [*rows(d_out, dS, q, k, v, beta, log_decay, S), long(cu_seqlens), dq, dk, dv, d_beta, d_gate, dS0, sums],
         _sizes(q, k, v, log_decay, S),
         [scale],
     )
@@ -74,7 +68,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None
     out = v.new_empty(batch, heads, v.shape[2])
     call(
         "lz_delta_step",
-        [rows(q), rows(k), rows(v), beta, _gate(log_decay, 2), S, out],
+        [*rows(q, k, v, beta, log_decay), S, out],
         [batch, heads, k.shape[1], features, v.shape[2], torch.get_num_threads(), mode(None, log_decay, 2)],
         [scale],
     )

@@ -18,7 +18,7 @@ def _sizes(x: Tensor, weight: Tensor) -> list[int]:
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:
     phi = x.new_empty(*x.shape[:3], 2 * weight.shape[2])
-    call("lz_hedgehog_forward", [rows(x), rows(weight), phi], _sizes(x, weight), [])
+    call("lz_hedgehog_forward", [*rows(x, weight), phi], _sizes(x, weight), [])
     return phi
 
 
@@ -27,5 +27,5 @@ def backward(d_phi: Tensor, x: Tensor, weight: Tensor, phi: Tensor, wanted: bool
     sizes = _sizes(x, weight)
     dx = torch.empty(x.shape, dtype=x.dtype) if wanted else None
     parts = torch.empty(sizes[-1] * x.shape[0], *weight.shape)
-    call("lz_hedgehog_backward", [rows(d_phi), rows(x), rows(weight), rows(phi), dx, parts], sizes, [])
+    call("lz_hedgehog_backward", [*rows(d_phi, x, weight, phi), dx, parts], sizes, [])
     return dx, parts.sum(0).to(weight.dtype)

@@ -20,12 +20,6 @@ def mode(log_k: Tensor | None, log_decay: Tensor | None, tokens: int) -> int:
     return DECAY if log_decay.dim() == tokens else DECAYS
 
 
-def _gate(log_k: Tensor | None, log_decay: Tensor | None, tokens: int) -> Tensor | None:
-    if log_k is not None:
-        return log_k
-    return rows(log_decay) if log_decay is not None and log_decay.dim() > tokens else log_decay
-
-
 def long(cu_seqlens: Tensor | None) -> Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.long()
 
@@ -50,11 +44,10 @@ def forward(
     out = v.new_empty(batch, length, heads, v.shape[3])
     den = S.new_empty((batch, length, heads) if normalize else (0,))
     S1, z1, m1 = (torch.empty(x.shape, dtype=x.dtype) for x in (S, z, m))
-    gate = _gate(log_k, log_decay, 3)
-    inputs = [rows(q), rows(k), rows(v), gate, rows(S), z, m, long(cu_seqlens)]
+    gate = log_decay if log_k is None else log_k
     call(
         "lz_linear_forward",
-        [*inputs, out, den if normalize else None, S1, z1, m1],
+        [*rows(q, k, v, gate, S, z, m), long(cu_seqlens), out, den if normalize else None, S1, z1, m1],
         [batch, length, heads, k.shape[2], features, v.shape[3], S.shape[0], torch.get_num_threads(), kind, normalize],
         [scale, eps],
     )
@@ -83,7 +76,7 @@ def backward(
     """Gradients of q, k, v, log_k, log_decay, S, z."""
     batch, length, heads, features = q.shape
     kind = mode(log_k, log_decay, 3)
-    gate = _gate(log_k, log_decay, 3)
+    gate = log_decay if log_k is None else log_k
     grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
     d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype)
     sums = torch.empty(gate.shape, dtype=torch.float32) if gate is not None and kind in (DECAY, DECAYS) else None
@@ -91,8 +84,8 @@ def backward(
     call(
         "lz_linear_backward",
         [
-            *(rows(d_out), rows(dS), rows(dz), rows(q), rows(k), rows(v), gate, rows(S), rows(z), m),
-            *(long(cu_seqlens), rows(out), den if normalize else None, *grads, d_gate, *d_state, sums),
+            *rows(d_out, dS, dz, q, k, v, gate, S, z, m),
+            *(long(cu_seqlens), *rows(out), den if normalize else None, *grads, d_gate, *d_state, sums),
         ],
         [batch, length, heads, k.shape[2], features, v.shape[3], S.shape[0], torch.get_num_threads(), kind, normalize],
         [scale, eps],
@@ -121,7 +114,7 @@ def step(
     kind, threads = mode(log_k, log_decay, 2), torch.get_num_threads()
     call(
         "lz_linear_step",
-        [rows(q), rows(k), rows(v), _gate(log_k, log_decay, 2), S, z, m, out],
+        [*rows(q, k, v, log_decay if log_k is None else log_k), S, z, m, out],
         [batch, heads, k.shape[1], features, v.shape[2], threads, kind, normalize],
         [scale, eps],
     )

@@ -9,28 +9,6 @@ from .call import call, rows
 from .linear import LOGS, NONE
 
 
-def _inputs(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    valid: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    log_q: Tensor | None,
-    log_k: Tensor | None,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    sink_position: Tensor,
-    gamma: Tensor,
-    S: Tensor,
-    z: Tensor,
-    m: Tensor,
-) -> list[Tensor | None]:
-    """What the library reads, in its order."""
-    exact = [rows(q), rows(keys), rows(values), valid, rows(phi_q), rows(phi_k), log_q, log_k]
-    return [*exact, rows(sink_k), rows(sink_v), sink_position, gamma, rows(S), rows(z), m]
-
-
 def _sizes(q: Tensor, values: Tensor, phi_q: Tensor, log_q: Tensor | None, sink_k: Tensor, window: int) -> list[int]:
     batch, length, heads, dim = q.shape
     total, kv_heads, v_dim = values.shape[1:]
@@ -63,7 +41,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out (B, T, H, Dv), den and top (B, T, H), and the sums after the last token."""
     features = (phi_q, phi_k, log_q, log_k)
-    inputs = _inputs(q, keys, values, valid, *features, sink_k, sink_v, sink_position, gamma, S, z, m)
+    inputs = rows(q, keys, values, valid, *features, sink_k, sink_v, sink_position, gamma, S, z, m)
     out = values.new_empty(*q.shape[:3], values.shape[3])
     den, top = (S.new_empty(q.shape[:3]) for _ in range(2))
     S1, z1, m1 = (torch.empty(x.shape, dtype=x.dtype) for x in (S, z, m))
@@ -105,7 +83,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, keys, values, phi_q, phi_k, log_q, log_k, sink_k, sink_v, gamma, S, z."""
     features = (phi_q, phi_k, log_q, log_k)
-    inputs = _inputs(q, keys, values, valid, *features, sink_k, sink_v, sink_position, gamma, S, z, m)
+    inputs = rows(q, keys, values, valid, *features, sink_k, sink_v, sink_position, gamma, S, z, m)
     sizes = _sizes(q, values, phi_q, log_q, sink_k, window)
     folded = max(keys.shape[1] - window, 0)
 
@@ -120,7 +98,7 @@ def backward(
     grads = tuple(like(x) for x in wanted)
     call(
         "lz_window_backward",
-        [rows(d_out), rows(dS), rows(dz), *inputs, rows(out), den, top, *grads],
+        [*rows(d_out, dS, dz), *inputs, *rows(out), den, top, *grads],
         sizes,
         [scale, softcap, eps],
     )
@@ -154,7 +132,7 @@ def step(
     """out (B, H, Dv) of one token; every tensor of the state changes in place."""
     batch, heads, dim = q.shape
     out = v.new_empty(batch, heads, v.shape[2])
-    new = [rows(q), rows(k), rows(v), valid, rows(phi_q), rows(phi_k), log_q, log_k, gamma]
+    new = rows(q, k, v, valid, phi_q, phi_k, log_q, log_k, gamma)
     ring = [ring_k, ring_v, ring_valid, sink_k, sink_v, sink_age, start]
     sizes = [batch, heads, k.shape[1], dim, v.shape[2], phi_q.shape[2], ring_k.shape[1], sink_k.shape[1]]
     call(
