@@ -59,5 +59,6 @@ def state_bytes(
         q = torch.empty(batch, 1, shape.num_heads, shape.head_dim, dtype=dtype)
         k = torch.empty(batch, 1, shape.num_key_value_heads, shape.head_dim, dtype=dtype)
         v = torch.empty(batch, 1, shape.num_key_value_heads, shape.v_head_dim, dtype=dtype)
-        _, state = mixer(q, k, v, return_state=True)
+        hidden_states = torch.empty(batch, 1, shape.hidden_size, dtype=dtype)
+        _, state = mixer(q, k, v, hidden_states=hidden_states, return_state=True)
     return sum(tensor.nbytes for tensor in state.values())
