@@ -3,7 +3,7 @@ exact in any split of a sequence, with or without padding.
 
     linear_attention, delta_rule, window_attention                    whole sequences, or any part of one with a state
     linear_attention_step, delta_rule_step, window_attention_step     one token, in place on its state
-    hedgehog_features                                                 a feature map as one op
+    hedgehog_features, favor_features                                 feature maps as one op each
     chunked_kl                                                        KL of two language models' logits, without them
     reference                                                         the definition: float64 loops over tokens
     LinearState, DeltaState, WindowState                              what a sequence leaves behind, of fixed size
@@ -14,7 +14,7 @@ Layout (B, T, H, D). Needs torch alone; Triton and a C++ compiler are used where
 
 from . import reference
 from .dispatch import Backend, Choice, available, choose
-from .features import hedgehog_features
+from .features import favor_features, hedgehog_features
 from .kl import chunked_kl
 from .ops import delta_rule, delta_rule_step, linear_attention, linear_attention_step
 from .ops_window import window_attention, window_attention_step
@@ -43,6 +43,7 @@ __all__ = [
     "empty_delta_state",
     "empty_linear_state",
     "empty_window_state",
+    "favor_features",
     "hedgehog_features",
     "linear_attention",
     "linear_attention_step",

@@ -23,12 +23,14 @@ MODULES: dict[str, dict[str, str]] = {
         "window_attention": "torch_window",
         "chunked_kl": "kl",
         "hedgehog_features": "torch_hedgehog",
+        "favor_features": "torch_favor",
     },
     "cpu": {
         "linear_attention": "cpu_ops.linear",
         "delta_rule": "cpu_ops.delta",
         "window_attention": "cpu_ops.window",
         "hedgehog_features": "cpu_ops.hedgehog",
+        "favor_features": "cpu_ops.favor",
     },
     "triton": {
         "linear_attention": "triton_ops.linear",

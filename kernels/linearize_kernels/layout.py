@@ -26,6 +26,7 @@ LAYOUTS: dict[tuple[str, bool], dict[str, str]] = {  # (op, whether it is a step
     ("delta_rule", False): _QKV | _SUMS | {"beta": "BTK"},
     ("delta_rule", True): _TOKEN | _STATE | {"beta": "BK"},
     ("hedgehog_features", False): {"x": "BTHF", "weight": "HFV", "d_phi": "BTH.", "phi": "BTH."},
+    ("favor_features", False): {"x": "BTHF", "omega": ".F", "d_phi": "BTHV", "phi": "BTHV", "d_log": "BTH"},
     ("window_attention", False): _SINKS | _STATE | {
         "q": "BTHD", "keys": "BLKD", "values": "BLKV", "valid": "BL", "phi_q": "BTHF", "phi_k": "B.KF", "log_q": "BTH",
         "log_k": "B.K", "sink_position": "Bs", "gamma": "H", "d_out": "BTHV", "dS": "BKFV", "dz": "BKF", "out": "BTHV",

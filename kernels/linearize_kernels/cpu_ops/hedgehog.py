@@ -10,10 +10,13 @@ from .call import call, rows
 TOKENS = 512  # of a part at least
 
 
+def part_count(length: int) -> int:
+    """How many parts a row of tokens is cut into: a choice of the shapes alone, so that sums are the same bits."""
+    return max(1, min(8, length // TOKENS))
+
+
 def _sizes(x: Tensor, weight: Tensor) -> list[int]:
-    """With the number of parts that rows are cut into: a choice of the shapes alone, so that sums are the same bits."""
-    batch, length, heads, dim = x.shape
-    return [batch, length, heads, dim, weight.shape[2], torch.get_num_threads(), max(1, min(8, length // TOKENS))]
+    return [*x.shape, weight.shape[2], torch.get_num_threads(), part_count(x.shape[1])]
 
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:

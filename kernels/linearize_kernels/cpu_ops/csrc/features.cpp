@@ -106,5 +106,86 @@ static int64_t hedgehog_backward(const Tensor* t, const i64* sizes, const double
     return parallel(n.B * n.H * n.parts, n.threads, body) ? 0 : 1;
 }
 
+namespace {
+
+struct FavorSizes { i64 B, T, H, D, M, threads, parts, hyperbolic; };
+
+void read_omega(const Tensor& omega, const FavorSizes& n, float scale, float* to, i64 ld) {
+    for (i64 i = 0; i < n.M; i++, to += ld) {
+        read_row(omega.at(i), omega.dtype, to, n.D, scale);
+        for (i64 d = n.D; d < ld; d++) to[d] = 0;
+    }
+}
+
+}  // namespace
+
+// Tensors: x omega | phi log. Scalars: the factor of x.
+static int64_t favor_forward(const Tensor* t, const i64* sizes, const double* scalars) {
+    const FavorSizes& n = *reinterpret_cast<const FavorSizes*>(sizes);
+    const Tensor &x = t[0], &omega = t[1], &phi = t[2], &log = t[3];
+    const i64 Dp = padded(n.D), Mp = padded(n.M), chunks = (n.T + CHUNK - 1) / CHUNK;
+    const float scale = scalars[0], factor = 1 / std::sqrt(float(n.hyperbolic ? 2 * n.M : n.M));
+    auto body = [&](i64 task) {
+        const i64 head = task % n.H, b = task / n.H % n.B, part = task / n.H / n.B;
+        float *rows = arena().take(n.M * Dp), *columns = arena().take(n.D * Mp), *X = arena().take(CHUNK * Dp);
+        float *Y = arena().take(CHUNK * Mp), *side = arena().take(Mp);
+        read_omega(omega, n, 1, rows, Dp);
+        transpose(rows, n.M, n.D, Dp, columns, Mp);
+        for (i64 i = chunks * part / n.parts; i < chunks * (part + 1) / n.parts; i++) {
+            const i64 t0 = i * CHUNK, c = least(CHUNK, n.T - t0);
+            read_tile(x, b, t0, c, head, 1, n.D, X, Dp, scale);
+            gemm(c, Mp, n.D, X, Dp, 1, columns, Mp, Y, Mp, SET);
+            for (i64 r = 0; r < c; r++) {
+                float* y = Y + r * Mp;
+                float top = y[0], low = y[0];
+                for (i64 j = 1; j < n.M; j++) top = most(top, y[j]), low = least(low, y[j]);
+                if (n.hyperbolic) top = most(top, -low);
+                const float square = dot(X + r * Dp, X + r * Dp, Dp);
+                log.set(top - square / 2, b, t0 + r, head);
+                if (n.hyperbolic) {
+                    for (i64 j = 0; j < Mp; j += W) store(side + j, vexp(-load(y + j) - top) * factor);
+                    write_row(side, phi.at(b, t0 + r, head, n.M), phi.dtype, n.M);
+                }
+                for (i64 j = 0; j < Mp; j += W) store(side + j, vexp(load(y + j) - top) * factor);
+                write_row(side, phi.at(b, t0 + r, head), phi.dtype, n.M);
+            }
+        }
+    };
+    return parallel(n.B * n.H * n.parts, n.threads, body) ? 0 : 1;
+}
+
+// Tensors: d_phi d_log x omega phi | dx.
+static int64_t favor_backward(const Tensor* t, const i64* sizes, const double* scalars) {
+    const FavorSizes& n = *reinterpret_cast<const FavorSizes*>(sizes);
+    const Tensor &d_phi = t[0], &d_log = t[1], &x = t[2], &omega = t[3], &phi = t[4], &dx = t[5];
+    const i64 Dp = padded(n.D), Mp = padded(n.M), chunks = (n.T + CHUNK - 1) / CHUNK;
+    const float scale = scalars[0];
+    auto body = [&](i64 task) {
+        const i64 head = task % n.H, b = task / n.H % n.B, part = task / n.H / n.B;
+        float *rows = arena().take(n.M * Dp), *X = arena().take(CHUNK * Dp), *dX = arena().take(CHUNK * Dp);
+        float *dY = arena().take(CHUNK * Mp), *p = arena().take(Mp), *dp = arena().take(Mp);
+        read_omega(omega, n, scale, rows, Dp);
+        for (i64 i = chunks * part / n.parts; i < chunks * (part + 1) / n.parts; i++) {
+            const i64 t0 = i * CHUNK, c = least(CHUNK, n.T - t0);
+            read_tile(x, b, t0, c, head, 1, n.D, X, Dp, -scale * scale);
+            for (i64 r = 0; r < c; r++) {
+                float* dy = dY + r * Mp;
+                for (i64 side = 0; side <= n.hyperbolic; side++) {
+                    read_row(phi.at(b, t0 + r, head, side * n.M), phi.dtype, p, n.M);
+                    read_row(d_phi.at(b, t0 + r, head, side * n.M), d_phi.dtype, dp, n.M);
+                    for (i64 j = 0; j < n.M; j++) dy[j] = side ? dy[j] - p[j] * dp[j] : p[j] * dp[j];
+                }
+                multiply(X + r * Dp, d_log.value(b, t0 + r, head), Dp);
+            }
+            gemm(c, Dp, n.M, dY, Mp, 1, rows, Dp, dX, Dp, SET);
+            for (i64 j = 0; j < c * Dp; j++) dX[j] += X[j];
+            write_tile(dX, Dp, dx, b, t0, c, head, 1, n.D);
+        }
+    };
+    return parallel(n.B * n.H * n.parts, n.threads, body) ? 0 : 1;
+}
+
+LZ_OP(lz_favor_forward, favor_forward)
+LZ_OP(lz_favor_backward, favor_backward)
 LZ_OP(lz_hedgehog_forward, hedgehog_forward)
 LZ_OP(lz_hedgehog_backward, hedgehog_backward)
