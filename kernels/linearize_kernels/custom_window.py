@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .custom import dense, like, run
+from .dispatch import choose
 
 INPUTS = (
     "q", "keys", "values", "valid", "phi_q", "phi_k", "log_q", "log_k", "sink_k", "sink_v", "sink_position", "gamma",
@@ -87,7 +88,8 @@ def _far_backward(
     share = torch.zeros_like(den)
     if den.device.type != "cpu" or floored.any():  # which a GPU would have to be waited for
         share = torch.where(floored, (d_out.to(den.dtype) * out.to(den.dtype)).sum(-1), 0.0)
-    dphi_q, dphi_k = torch.zeros_like(phi_q), torch.zeros_like(phi_k)
+    dphi_q, dphi_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (phi_q, phi_k))
+    dphi_q[:, :first], dphi_k[:, folded:] = 0, 0  # the rest is written below
     dlog_q, dlog_k = (None if x is None else torch.zeros_like(x) for x in (log_q, log_k))
     if not folded:
         return dphi_q, dphi_k, dlog_q, dlog_k, share.sum((0, 1)) / gamma, dS.clone(), dz.clone()
@@ -103,9 +105,14 @@ def _far_backward(
         "d_out": d_out, "dS": dS, "dz": dz, "q": phi_q[:, first:], "k": phi_k[:, :folded], "v": values[:, :folded],
         "log_k": logs, "log_decay": None, "S": S, "z": z, "m": m, "cu_seqlens": None, "out": out, "den": den,
     }  # fmt: skip
-    dq, dk, _, dlog, _, dS0, dz0 = run("linear_attention", "backward", backend, named, (1.0, True, eps))
-    dphi_q[:, first:], dphi_k[:, :folded] = dq, dk
-    far = (phi_q[:, first:].to(den.dtype) * dq.to(den.dtype)).sum(-1)
+    tensors = {n: x for n, x in named.items() if x is not None}
+    if choose("linear_attention", tensors, backend or None).backend == "cpu":
+        options = (1.0, True, eps, dphi_q[:, first:], dphi_k[:, :folded])
+        dlog, dS0, dz0, far = run("linear_attention", "features_backward", backend, named, options)
+    else:
+        dq, dk, _, dlog, _, dS0, dz0 = run("linear_attention", "backward", backend, named, (1.0, True, eps))
+        dphi_q[:, first:], dphi_k[:, :folded] = dq, dk
+        far = (phi_q[:, first:].to(den.dtype) * dq.to(den.dtype)).sum(-1)
     share[:, first:] -= far
     if dlog_q is not None and dlog_k is not None:
         dlog_q[:, first:], dlog_k[:, :folded] = far, dlog

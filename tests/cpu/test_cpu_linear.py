@@ -122,6 +122,15 @@ def test_half_precision_is_summed_in_float32(kind: str, dtype: torch.dtype) -> N
     check(*case(kind, 1, 130, 4, 2, 16, 24, dtype))
 
 
+@pytest.mark.parametrize(
+    ("H", "Hk", "F", "Dv"), [(1, 1, 64, 64), (9, 3, 33, 15), (20, 1, 8, 16), (2, 1, 100, 130), (2, 1, 1, 95)]
+)
+@pytest.mark.parametrize("kind", ["none", "logs", "decay"])
+def test_bfloat16_of_any_dim(kind: str, H: int, Hk: int, F: int, Dv: int) -> None:
+    """Processors that multiply matrices of it have code of their own, with other paddings."""
+    check(*case(kind, 1, 100, H, Hk, F, Dv, BF16), normalize=F > 33, scale=0.3)
+
+
 @pytest.mark.parametrize("kind", GATES)
 def test_packed_sequences_with_an_empty_one(kind: str) -> None:
     cu = torch.tensor([0, 5, 5, 70, 135])
@@ -143,9 +152,10 @@ def test_sequences_cut_for_threads(kind: str) -> None:
         assert_close(run(x, state, None)[0], first.double(), "float32 split")
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", ["decay", "decays"])
-def test_gates_that_forget_everything(kind: str) -> None:
-    x, state = case(kind, 1, 80, 2, 1, 6, 6, F32)
+def test_gates_that_forget_everything(kind: str, dtype: torch.dtype) -> None:
+    x, state = case(kind, 1, 80, 2, 1, 6, 6, dtype)
     gate = x["log_decay"]
     for value in (-50.0, -1e4, 0.0):
         gate[:, 30:] = value

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from linearize_kernels import WindowState, cpu_ops, reference
+from linearize_kernels import WindowState, cpu_ops, reference, window_attention
 from linearize_kernels.state import NOTHING_SEEN
 from torch import Tensor
 
@@ -204,6 +204,22 @@ def test_padding(continued: bool, logs: float | None) -> None:
 @pytest.mark.parametrize("logs", LOGS)
 def test_half_precision_is_summed_in_float32(dtype: torch.dtype, logs: float | None) -> None:
     check(window_inputs(1, 130, 4, 2, 16, 24, 8, dtype=dtype, logs=logs), 40, 2)
+
+
+@pytest.mark.parametrize("logs", LOGS)
+@pytest.mark.parametrize("eps", [1e-6, 2.0])  # 2 is a floor that holds for many tokens
+def test_the_features_alone_get_the_gradients_of_a_full_backward(logs: float | None, eps: float) -> None:
+    x = window_inputs(2, 150, 4, 2, 8, 24, 12, dtype=F32, logs=logs)
+    x["gamma"] += 0.1
+    weight = random_like([x["q"].new_zeros(2, 150, 4, 24)])[0]
+    grads = []
+    for trained in (set(x), set(x) - {"q", "k", "v"}):
+        leaves = {n: t.clone().requires_grad_(n in trained) for n, t in x.items()}
+        out = window_attention(**leaves, window=40, sinks=2, eps=eps, mask=random_mask(2, 150, 0.8), backend="cpu")
+        wanted = {n: t for n, t in leaves.items() if t.requires_grad}
+        grads.append(dict(zip(wanted, torch.autograd.grad(out, list(wanted.values()), weight), strict=True)))
+    full = {n: t.double() for n, t in grads[0].items() if n in grads[1]}
+    assert_grads(grads[1], full, F32)
 
 
 def test_equal_keys_share_the_gradient_of_the_largest_score() -> None:

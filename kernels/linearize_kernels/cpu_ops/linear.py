@@ -3,6 +3,8 @@ N states."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,31 @@ def forward(
     return out, den, S1, z1, m1
 
 
+def _backward(
+    inputs: tuple[Any, ...], options: tuple[float, bool, float], grads: list[Tensor], far: Tensor | None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The gradients of the gate, S and z; those of q, k and perhaps v go into `grads`. `far`: see features_backward."""
+    d_out, dS, dz, q, k, v, log_k, log_decay, S, z, m, cu_seqlens, out, den = inputs
+    scale, normalize, eps = options
+    batch, length, heads, features = q.shape
+    kind = mode(log_k, log_decay, 3)
+    gate = log_decay if log_k is None else log_k
+    d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype)
+    sums = torch.empty(gate.shape, dtype=torch.float32) if gate is not None and kind in (DECAY, DECAYS) else None
+    d_state = [torch.empty(x.shape, dtype=x.dtype) for x in (S, z)]
+    call(
+        "lz_linear_backward",
+        [
+            *rows(d_out, dS, dz, q, k, v, gate, S, z, m),
+            *(long(cu_seqlens), *rows(out), den if normalize else None),
+            *(*grads, *(None,) * (3 - len(grads)), d_gate, *d_state, sums, far),
+        ],
+        [batch, length, heads, k.shape[2], features, v.shape[3], S.shape[0], torch.get_num_threads(), kind, normalize],
+        [scale, eps],
+    )
+    return d_gate, d_state
+
+
 def backward(
     d_out: Tensor,
     dS: Tensor,
@@ -74,25 +101,21 @@ def backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Gradients of q, k, v, log_k, log_decay, S, z."""
-    batch, length, heads, features = q.shape
-    kind = mode(log_k, log_decay, 3)
-    gate = log_decay if log_k is None else log_k
-    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-    d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype)
-    sums = torch.empty(gate.shape, dtype=torch.float32) if gate is not None and kind in (DECAY, DECAYS) else None
-    d_state = [torch.empty(x.shape, dtype=x.dtype) for x in (S, z)]
-    call(
-        "lz_linear_backward",
-        [
-            *rows(d_out, dS, dz, q, k, v, gate, S, z, m),
-            *(long(cu_seqlens), *rows(out), den if normalize else None, *grads, d_gate, *d_state, sums),
-        ],
-        [batch, length, heads, k.shape[2], features, v.shape[3], S.shape[0], torch.get_num_threads(), kind, normalize],
-        [scale, eps],
-    )
-    dq, dk, dv = grads
-    d_log_k, d_decay = (d_gate, None) if kind == LOGS else (None, d_gate)
-    return dq, dk, dv, d_log_k, d_decay, d_state[0], d_state[1]
+    inputs = (d_out, dS, dz, q, k, v, log_k, log_decay, S, z, m, cu_seqlens, out, den)
+    dq, dk, dv = grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    d_gate, (dS0, dz0) = _backward(inputs, (scale, normalize, eps), grads, None)
+    return dq, dk, dv, None if log_k is None else d_gate, None if log_k is not None else d_gate, dS0, dz0
+
+
+def features_backward(*inputs: Any) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """As `backward`, with dq and dk to write to behind its arguments: gradients of the gate, S and z, not of v.
+
+    Also the sum of q dq over the features, (B, T, H).
+    """
+    *tensors, scale, normalize, eps, dq, dk = inputs
+    far = torch.empty(dq.shape[:3])
+    d_gate, (dS0, dz0) = _backward(tuple(tensors), (scale, normalize, eps), [dq, dk], far)
+    return d_gate, dS0, dz0, far
 
 
 def step(

@@ -1,4 +1,6 @@
 // linear_attention: forward and backward over whole sequences.
+#include <optional>
+
 #include "sums.h"
 
 using namespace lz;
@@ -31,29 +33,38 @@ static int64_t linear_forward(const Tensor* x, const i64* sizes, const double* s
         const Part& p = all.parts[task / n.Hk];
         const i64 head = task % n.Hk, rows = CHUNK * d.G;
         Gate gate(s.mode, s.gate, d);
+        std::optional<Halves> halves;
+        if (Halves::usable(s)) halves.emplace(s);
         Tiles tiles(d, false);
+        const i64 ldo = halves ? halves->Vx : d.Vp;
         float *state = arena().take(d.state()), *A = arena().take(rows * CHUNK);
-        float *O = arena().take(rows * d.Vp), *den = arena().take(rows);
+        float *O = arena().take(rows * ldo), *den = arena().take(rows);
         float *S = state, *z = state + d.F * d.Vp;
         std::memcpy(state, starts.state(p.index, head), d.state() * sizeof(float));
+        if (halves) halves->set_state(state);
         float m = starts.m[p.index * n.Hk + head];
         for (i64 t = p.t0; t < p.t1;) {
             const i64 c = gate.open(p.b, t, p.t1 - t, head, m);
-            tiles.read_queries(s, gate, p.b, t, c, head);
-            tiles.read_keys(s, gate, p.b, t, c, head, true);
-            gate.begin(S, z);
-            chunk_read(tiles, c, S, z, A, O, n.normalize ? den : nullptr);
+            if (halves) {
+                halves->run(gate, p.b, t, c, head, O, den);
+            } else {
+                tiles.read_queries(s, gate, p.b, t, c, head);
+                tiles.read_keys(s, gate, p.b, t, c, head, true);
+                gate.begin(S, z);
+                chunk_read(tiles, c, S, z, A, O, n.normalize ? den : nullptr);
+                chunk_fold(tiles, c, S, z);
+                gate.finish(S, z);
+            }
             for (i64 r = 0; r < c * d.G; r++) {
-                if (n.normalize) multiply(O + r * d.Vp, 1 / most(eps, den[r]), d.Vp);
-                else if (s.mode == LOGS) multiply(O + r * d.Vp, std::exp(gate.top[r / d.G]), d.Vp);
+                if (n.normalize) multiply(O + r * ldo, 1 / most(eps, den[r]), d.Vp);
+                else if (s.mode == LOGS) multiply(O + r * ldo, std::exp(gate.top[r / d.G]), d.Vp);
                 if (n.normalize) out[1].set(den[r], p.b, t + r / d.G, head * d.G + r % d.G);
             }
-            write_tile(O, d.Vp, out[0], p.b, t, c, head * d.G, d.G, d.Dv);
-            chunk_fold(tiles, c, S, z);
-            gate.finish(S, z);
+            write_tile(O, ldo, out[0], p.b, t, c, head * d.G, d.G, d.Dv);
             t += c;
         }
         if (p.last) {
+            if (halves) halves->get_state(state);
             write_state(state, out[2], out[3], p.n, head, d);
             out[4].set(m, p.n, head);
         }
@@ -83,7 +94,8 @@ RowGrads row_grads(const Tensor* x, const Sizes& n, float eps, Dims d) {
 
 }  // namespace
 
-// Tensors: d_out dS dz | q k v gate S z m cu | out den | dq dk dv dgate dS0 dz0 sums; `sums` float32, as dgate.
+// Tensors: d_out dS dz | q k v gate S z m cu | out den | dq dk dv dgate dS0 dz0 sums far; `sums` float32, as
+// dgate. `far` (B, T, H), the sum of q dq over the features, may be absent, and dv.
 static int64_t linear_backward(const Tensor* x, const i64* sizes, const double* scalars) {
     const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
     const Source s = source(x + 3, n, scalars[0]);
@@ -105,6 +117,7 @@ static int64_t linear_backward(const Tensor* x, const i64* sizes, const double* 
         Gate gate(s.mode, s.gate, d);
         Tiles tiles(d, true);
         ChunkGrads chunk(d);
+        if (!grads[2]) chunk.dV = nullptr;
         float *dN = arena().take(CHUNK * d.G * d.Vp), *dD = arena().take(CHUNK * d.G);
         float *state = arena().take(floats), *S = state, *z = state + d.F * d.Vp;
         float *dS = &ends[task * floats], *dz = dS + d.F * d.Vp;
@@ -139,12 +152,15 @@ static int64_t linear_backward(const Tensor* x, const i64* sizes, const double* 
                     }
                     if (s.mode == DECAY) to[0] = total;
                 }
+            for (i64 r = 0; grads[7] && r < c * d.G; r++)
+                grads[7].set(dot(tiles.Q + r * d.Fp, chunk.dQ + r * d.Fp, d.Fp), p.b, t + r / d.G,
+                             head * d.G + r % d.G);
             gate.scale_q(chunk.dQ, c, d.G);
             gate.scale_k(chunk.dK, c);
             multiply(chunk.dQ, s.scale, c * d.G * d.Fp);
             write_tile(chunk.dQ, d.Fp, grads[0], p.b, t, c, head * d.G, d.G, d.F);
             write_tile(chunk.dK, d.Fp, grads[1], p.b, t, c, head, 1, d.F);
-            write_tile(chunk.dV, d.Vp, grads[2], p.b, t, c, head, 1, d.Dv);
+            if (chunk.dV) write_tile(chunk.dV, d.Vp, grads[2], p.b, t, c, head, 1, d.Dv);
         }
         if (p.first) write_state(dS, grads[4], grads[5], p.n, head, d);
     };

@@ -184,13 +184,15 @@ void ChunkGrads::run(const Tiles& x, i64 c, const float* S, const float* z, cons
     const i64 rows = c * d.G;
     transpose(S, d.F, d.Dv, d.Vp, S_t, d.Fp);
     transpose(dS, d.F, d.Dv, d.Vp, dS_t, d.Fp);
-    causal_scores(x.Q, d.F, d.Fp, x.Kt, c, d.G, A);
     causal_scores(dN, d.Dv, d.Vp, x.Vt, c, d.G, X);
     for (i64 r = 0; r < rows; r++)
         for (i64 j = 0; j <= r / d.G; j++) X[r * CHUNK + j] += dD[r];
 
-    gemm(c, d.Vp, d.F, x.K, d.Fp, 1, dS, d.Vp, dV, d.Vp, SET);
-    causal_apply_t(A, dN, d.Vp, c, d.G, dV);
+    if (dV) {
+        causal_scores(x.Q, d.F, d.Fp, x.Kt, c, d.G, A);
+        gemm(c, d.Vp, d.F, x.K, d.Fp, 1, dS, d.Vp, dV, d.Vp, SET);
+        causal_apply_t(A, dN, d.Vp, c, d.G, dV);
+    }
 
     gemm(c, d.Fp, d.Dv, x.V, d.Vp, 1, dS_t, d.Fp, dK, d.Fp, SET);
     for (i64 j = 0; j < c; j++) axpy(1, dz, dK + j * d.Fp, d.Fp);

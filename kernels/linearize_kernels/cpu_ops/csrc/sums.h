@@ -82,10 +82,34 @@ void chunk_read(const Tiles& x, i64 c, const float* S, const float* z, float* A,
 // S, z += the chunk's keys.
 void chunk_fold(const Tiles& x, i64 c, float* S, float* z);
 
+// Chunks of bfloat16 tensors on processors that multiply matrices of them: chunk_read and chunk_fold, from tensors.
+constexpr i64 HALVES = 32;  // bfloat16 numbers in a row of such a matrix
+struct Halves {
+    const Source& s;
+    Dims d = s.d;
+    i64 Fx = (d.F + HALVES - 1) / HALVES * HALVES;
+    i64 Vx = padded(d.Dv + 1);  // behind the values comes a column of ones, whose sums are z and den
+    float *S = arena().take(Fx * Vx), *S_high = words(Fx, Vx), *S_low = words(Fx, Vx);
+    float *Q = words(CHUNK * d.G, Fx), *K = words(CHUNK, Fx), *Kt = words(CHUNK, Fx), *V = words(CHUNK, Vx);
+    float *K_pairs = words(CHUNK, Fx), *K_rows = words(CHUNK, Fx), *V_pairs = words(CHUNK, Vx);
+    float *V_high = words(CHUNK, Vx), *V_low = words(CHUNK, Vx);
+    float *A = arena().take(PAD * CHUNK), *A_high = words(PAD, CHUNK), *A_low = words(PAD, CHUNK);
+
+    static bool usable(const Source& s);
+    static float* words(i64 rows, i64 n) { return arena().take(rows * n / 2); }
+    explicit Halves(const Source& s);
+    ~Halves();
+    void set_state(const float* state);
+    void get_state(float* state) const;
+    void read(const Gate& gate, i64 b, i64 t, i64 c, i64 head);
+    // O (c G, Vx) and den (c G); O has room for a multiple of PAD rows. The state moves past the chunk.
+    void run(const Gate& gate, i64 b, i64 t, i64 c, i64 head, float* O, float* den);
+};
+
 struct ChunkGrads {
     float *A, *X;                 // scratch (CHUNK G, CHUNK)
     float *S_t, *dS_t;            // scratch (Dv, Fp)
-    float *dQ, *dK, *dV;          // results, of the scaled tiles
+    float *dQ, *dK, *dV;          // results, of the scaled tiles; without dV, which may be null, A isn't needed
     ChunkGrads(const Dims& d);
     // dN (c G, Vp), dD (c G): gradients of O and den. dS, dz: of the state after the chunk's keys, and become those
     // of the state before.

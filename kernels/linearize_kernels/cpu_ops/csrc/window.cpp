@@ -1,4 +1,6 @@
 // window_attention, forward, and the scores that its backward pass shares.
+#include <optional>
+
 #include "window.h"
 
 namespace lz {
@@ -142,19 +144,25 @@ static int64_t window_forward(const Tensor* tensors, const i64* sizes, const dou
         const i64 head = task % n.Hk, h0 = head * w.G, most_rows = CHUNK * w.G;
         Gate gate(w.far.mode, w.far.gate, d);
         Tiles tiles(d, false);
+        std::optional<Halves> halves;
+        if (Halves::usable(w.far)) halves.emplace(w.far);
+        const i64 ldo = halves ? halves->Vx : w.Vp;
         KeyTiles keys(w, p.b, head, false);
         float *state = arena().take(d.state()), *S = state, *z = state + d.F * d.Vp;
         float *Q = arena().take(most_rows * w.Dp), *A = arena().take(most_rows * CHUNK);
         float *O = arena().take(most_rows * w.Vp), *den = arena().take(most_rows), *top = arena().take(most_rows);
-        float *O_far = arena().take(most_rows * w.Vp), *den_far = arena().take(most_rows);
+        float *O_far = arena().take(most_rows * ldo), *den_far = arena().take(most_rows);
         float* row_top = arena().take(most_rows);
         std::memcpy(state, starts.state(p.index, head), d.state() * sizeof(float));
+        if (halves) halves->set_state(state);
         float m = starts.m[task];
         for (i64 t = p.t0; t < p.t1;) {
             const bool far = t >= w.first;
             const i64 c = far ? gate.open(p.b, t - w.first, p.t1 - t, head, m) : w.exact_only(t, p.t1);
             const i64 rows = c * w.G;
-            if (far) {
+            if (far && halves) {
+                halves->run(gate, p.b, t, c, head, O_far, den_far);
+            } else if (far) {
                 tiles.read_queries(w.far, gate, p.b, t, c, head);
                 tiles.read_keys(w.far, gate, p.b, t - w.first, c, head, true);
                 gate.begin(S, z);
@@ -185,7 +193,7 @@ static int64_t window_forward(const Tensor* tensors, const i64* sizes, const dou
                 float *o = O + r * w.Vp, total = near * den[r];
                 multiply(o, near, w.Vp);
                 if (far) {
-                    axpy(old, O_far + r * w.Vp, o, w.Vp);
+                    axpy(old, O_far + r * ldo, o, w.Vp);
                     total += old * den_far[r];
                 }
                 multiply(o, 1 / most(w.eps, total), w.Vp);
@@ -196,6 +204,7 @@ static int64_t window_forward(const Tensor* tensors, const i64* sizes, const dou
             t += c;
         }
         if (p.last) {
+            if (halves) halves->get_state(state);
             write_state(state, out[3], out[4], p.n, head, d);
             out[5].set(m, p.n, head);
         }
