@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,14 @@ def calibrate_blocks(job: Job, checkpoint: str | Path, batches: list[Batch]) -> 
     found: list[dict[str, Any]] = []
     for number in range(len(walk.bounds)):
         with walk.part(number) as part:
-            turn = iter(range(len(batches)))
+            given, turn = list(states), cycle(range(len(batches)))  # a calibration may go through the batches twice
 
-            def forward(model: Any, *inputs: Any, part: Part = part, turn: Iterator[int] = turn) -> None:
+            def forward(
+                model: Any, *inputs: Any, part: Part = part, given: list = given, turn: Iterator[int] = turn
+            ) -> None:
                 at = next(turn)
-                states[at] = part.run(partial(hidden_states, model, *inputs), states[at])
+                own = None if given[at] is None else given[at].clone()  # families may write into it
+                states[at] = part.run(partial(hidden_states, model, *inputs), own)
 
             found += calibrate(part.model, batches, forward)
             agree(mixers(part.model).values())

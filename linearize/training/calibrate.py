@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from linearize_evals.settings import write_json
@@ -19,6 +19,7 @@ from linearize.training.packing import batch
 from linearize.training.trainable import MIXER
 
 QUERIES = 64  # at a time, of the distances that attention looks over
+LEAST = 0.1  # of an output's size: a head that points elsewhere still starts with something to train
 Batch = tuple[Tensor, Tensor | None]  # (B, T) input_ids, and position_ids if there are any
 
 
@@ -27,26 +28,44 @@ def calibrate(
     batches: list[Batch],
     forward: Callable[[Any, Tensor, Tensor | None], Any] = hidden_states,
 ) -> list[dict[str, Any]]:
-    """Choose what mixers leave to choose (`grid`, a few values for a parameter of each head), by the squared error of
-    their heads' outputs against softmax attention.
+    """Set what mixers leave to set, by what softmax attention does on a few batches:
+
+    - `mixer.start(distance)` is called first, with how many tokens back each head looks on average, (H,);
+    - `mixer.grid`, a few values for a parameter of each head: that of the least squared error of the head's output;
+    - `mixer.scale`, the name of a parameter (H,) or (H, Dv) that multiplies the output: it is multiplied by the factor
+      that brings a head's output nearest to softmax attention's, <student, teacher> / <student, student>, and at least
+      by a tenth of what makes the two equally large. The grid is then chosen by the error that is left.
+
+    A mixer may have any of them, or none.
 
     Args:
         model: a converted model, changed in place.
         batches: (B, T) input_ids and position_ids or None.
-        forward: runs the decoder of `model` on a batch.
+        forward: runs the decoder of `model` on a batch. It goes through the batches once, and once more if a mixer has
+            `start`.
 
     Returns:
-        For each converted layer: `error_before` and `error_after`, squared and relative to the teacher's square; and
-        `distance`, how many tokens back its softmax attention looks on average, for each head.
+        For each converted layer: `error_before` and `error_after`, squared and relative to the teacher's square;
+        `distance`, how many tokens back its softmax attention looks on average, for each head; and `scale`, the factor
+        for each head, of mixers that have one.
     """
     found: dict[int, _Layer] = {}
 
-    def observer(given: Observation) -> None:
+    def first(given: Observation) -> None:
         found.setdefault(given.layer, _Layer(given.module.linearize)).see(given)
 
-    with torch.no_grad(), observing(model, observer):
-        for input_ids, position_ids in batches:
-            forward(model, input_ids, position_ids)
+    def second(given: Observation) -> None:
+        found[given.layer].see_started(given)
+
+    def go(observer: Callable[[Observation], None]) -> None:
+        with torch.no_grad(), observing(model, observer):
+            for input_ids, position_ids in batches:
+                forward(model, input_ids, position_ids)
+
+    go(first)
+    started = [layer.start() for layer in found.values()]
+    if any(started):
+        go(second)
     return [{"layer": number, **layer.choose()} for number, layer in sorted(found.items())]
 
 
@@ -81,13 +100,39 @@ def calibrate_stage(job: Any, number: int, stage: Any, find: Callable[[list[Batc
     return summary.calibration(stage, found) | {"seconds": seconds, "peak_memory_bytes": peak_memory(device)}
 
 
+class _Fit(NamedTuple):
+    """Of some choice of parameters, for each head (H,): sums over all tokens and dims, in float64."""
+
+    error: Tensor  # |student - teacher|^2
+    inner: Tensor  # student * teacher
+    square: Tensor  # |student|^2
+
+    @classmethod
+    def of(cls, given: Observation) -> _Fit:
+        student, teacher = given.student().double(), given.teacher.double()
+        terms = ((student - teacher).square(), student * teacher, student.square())
+        return cls(*(x.sum((0, 1, 3)) for x in terms))
+
+    def factor(self, teacher: Tensor) -> Tensor:
+        """What the student is best multiplied by, `teacher` (H,) being |teacher|^2; 1 where one of them is 0."""
+        size, cosine = (teacher / self.square).sqrt(), self.inner / (teacher * self.square).sqrt()
+        return torch.where((self.square > 0) & (teacher > 0), size * cosine.clamp_min(LEAST), 1.0)
+
+    def error_at(self, factor: Tensor) -> Tensor:
+        """The error of the student times a factor; without a difference of large sums where the factor is 1."""
+        more = 1 - factor
+        return self.error + 2 * more * (self.inner - self.square) + more.square() * self.square
+
+
 class _Layer:
-    """Errors of one layer's heads, summed over batches: as it is, and for each value of each parameter."""
+    """Fits of one layer's heads, summed over batches: as it is (None), and for each value of each parameter."""
 
     def __init__(self, mixer: Any) -> None:
         self.mixer = mixer
         self.grid = dict(getattr(mixer, "grid", {}))
-        self.errors: dict[tuple[str, float], Tensor] = {}
+        self.scale = getattr(mixer, "scale", None)
+        self.starts = hasattr(mixer, "start")
+        self.fits: dict[tuple[str, float] | None, _Fit] = {}
         self.before: Any = 0.0
         self.square: Any = 0.0
         self.distance: Any = 0.0
@@ -96,40 +141,69 @@ class _Layer:
     @torch.no_grad()
     def see(self, given: Observation) -> None:
         self.square = self.square + given.teacher.double().square().sum((0, 1, 3))
-        self.before = self.before + _error(given)
         self.distance = self.distance + attention_distance(given)
         self.tokens += given.q.shape[0] * given.q.shape[1]
+        fit = _Fit.of(given)
+        self.before = self.before + fit.error
+        if not self.starts:
+            self._take(None, fit)
+            self._try(given)
+
+    @torch.no_grad()
+    def start(self) -> bool:
+        """Let the mixer set what it sets by distances, if anything."""
+        if self.starts:
+            self.mixer.start(self.distance / self.tokens)
+        return self.starts
+
+    @torch.no_grad()
+    def see_started(self, given: Observation) -> None:
+        if self.starts:
+            self._take(None, _Fit.of(given))
+            self._try(given)
+
+    def _try(self, given: Observation) -> None:
         for name, values in self.grid.items():
             parameter = getattr(self.mixer, name)
             own = parameter.clone()
             for value in values:
                 parameter.fill_(value)
-                error = self.errors.get((name, value), 0.0)
-                self.errors[name, value] = error + _error(given)
+                self._take((name, value), _Fit.of(given))
             parameter.copy_(own)
+
+    def _take(self, key: tuple[str, float] | None, fit: _Fit) -> None:
+        known = self.fits.get(key)
+        self.fits[key] = fit if known is None else _Fit(*(a + b for a, b in zip(known, fit, strict=True)))
+
+    def _best(self, key: tuple[str, float] | None) -> tuple[Tensor, Tensor]:
+        """Factor and error of a fit."""
+        fit = self.fits[key]
+        factor = fit.factor(self.square) if self.scale else torch.ones_like(fit.error)
+        return factor, fit.error_at(factor)
 
     @torch.no_grad()
     def choose(self) -> dict[str, Any]:
-        after = self.before
+        factor, after = self._best(None)
         for name, values in self.grid.items():
-            table = torch.stack([self.errors[name, value] for value in values])
-            least, index = table.min(0)
+            factors, errors = (torch.stack(x) for x in zip(*(self._best((name, one)) for one in values), strict=True))
+            least, index = errors.min(0)
             better = least < after
-            chosen = torch.tensor(values, device=table.device)[index].to(getattr(self.mixer, name).dtype)
             parameter = getattr(self.mixer, name)
+            chosen = torch.tensor(values, device=errors.device)[index].to(parameter.dtype)
             parameter.copy_(torch.where(better, chosen, parameter))
+            factor = torch.where(better, factors.gather(0, index[None])[0], factor)
             after = torch.where(better, least, after)
         total = self.square.sum().clamp_min(1e-30)
-        return {
+        report = {
             "error_before": float(self.before.sum() / total),
             "error_after": float(after.sum() / total),
             "distance": [round(value, 1) for value in (self.distance / self.tokens).tolist()],
         }
-
-
-def _error(given: Observation) -> Tensor:
-    """(H,) squared error of each head."""
-    return (given.student().double() - given.teacher.double()).square().sum((0, 1, 3))
+        if self.scale:
+            parameter = getattr(self.mixer, self.scale)
+            parameter.mul_(factor.to(parameter.dtype).view(-1, *[1] * (parameter.dim() - 1)))
+            report["scale"] = [float(f"{value:.4g}") for value in factor.tolist()]
+        return report
 
 
 def attention_distance(given: Observation) -> Tensor:

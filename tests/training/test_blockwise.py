@@ -120,6 +120,20 @@ def test_mixers_are_those_of_the_whole_model(llama, whole, watch, tmp_path, size
     assert found[0] == found[1]
 
 
+def test_a_calibration_that_goes_through_its_batches_twice_is_that_of_the_whole_model(tmp_path):
+    """Decays are set by distances, and outputs are scaled then."""
+    none = dict.fromkeys(("feature_map", "window", "sinks"))
+    made = engine.checkpoint(
+        tmp_path / "made", num_hidden_layers=4, recipe={"mixer": "gla", "keep_softmax": [2], **none}
+    )
+    for out, stages in (("blocks", by(1)), ("whole", STAGES)):
+        engine.train(made, tmp_path / out, *stages)
+    found = [json.loads((engine.work(tmp_path / out) / "calibration.json").read_text()) for out in ("blocks", "whole")]
+    assert found[0] == found[1]
+    assert all(layer["error_after"] < layer["error_before"] for layer in found[0])
+    same(mixers(tmp_path / "blocks"), mixers(tmp_path / "whole"))
+
+
 def test_metrics_are_those_of_the_whole_model_cut_into_blocks(llama, whole, tmp_path):
     notes, out = [], tmp_path / "out"
     summary = engine.train(llama, out, *by(2), note=notes.append)

@@ -1,14 +1,17 @@
-"""Calibration chooses what a search through every value would, and never what is worse than before."""
+"""Calibration sets decays by distances, chooses what a search would, and scales by least squares."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
 import linearize
+from linearize.mixers.registry import MIXERS, register_mixer
 from linearize.mixers.window import WindowMixer
 from linearize.training.calibrate import calibrate
-from tests.modeling.models import converted, tiny_llama, tokens
+from tests.modeling.models import converted, shaken, tiny_llama, tokens
 from tests.training.formulas import attention_of, softmax_attention
 
 GRID = WindowMixer.grid["gate"]
@@ -82,3 +85,124 @@ def test_a_mixer_without_choices_is_measured_alone():
     found = calibrate(model, BATCHES)
     assert [layer["layer"] for layer in found] == [0, 1, 2]
     assert all(layer["error_before"] == layer["error_after"] > 0 for layer in found)
+
+
+def converted_to(recipe):
+    return shaken(linearize.linearize_(tiny_llama(), recipe))
+
+
+RETNET = {"mixer": "retnet", "mixer_options": {"output_gate": False}}
+
+
+@torch.no_grad()
+def outputs(model) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """layer -> student and teacher, each (H, all numbers of all batches)."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for ids, _ in BATCHES:
+        for layer, q, k, v in attention_of(model, ids):
+            pair = (model.model.layers[layer].self_attn.linearize(q, k, v)[0], softmax_attention(q, k, v, 32**-0.5))
+            found.setdefault(layer, []).append(torch.stack(pair).double().permute(0, 3, 1, 2, 4).flatten(2))
+    return {layer: tuple(torch.cat(own, 2)) for layer, own in found.items()}
+
+
+@torch.no_grad()
+def distances(model) -> dict[int, list[float]]:
+    """layer -> for each head, how many tokens back softmax looks, a query at a time."""
+    found: dict[int, list[float]] = {}
+    for ids, _ in BATCHES:
+        for layer, q, k, _ in attention_of(model, ids):
+            own = found.setdefault(layer, [0.0] * 4)
+            for h in range(4):
+                for t in range(24):
+                    weights = (k[0, : t + 1, h // 2] @ q[0, t, h] * 32**-0.5).double().softmax(0)
+                    own[h] += sum(float(weights[j]) * (t - j) for j in range(t + 1)) / (24 * len(BATCHES))
+    return found
+
+
+def test_half_lives_are_the_distances_that_softmax_looks_back():
+    model = converted_to(RETNET)
+    expected = distances(model)
+    found = calibrate(model, BATCHES)
+    for report in found:
+        own = expected[report["layer"]]
+        assert report["distance"] == pytest.approx(own, abs=0.051)
+        rate = model.model.layers[report["layer"]].self_attn.linearize.decay.rate_log.exp()
+        assert rate.tolist() == pytest.approx(
+            [2 * math.log(2) / (own[0] + own[1]), 2 * math.log(2) / (own[2] + own[3])]
+        )
+
+
+def least_squares(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """(H,) factors of the student (H, ...), none below a tenth of what makes it as large as the teacher."""
+    best = [
+        torch.linalg.lstsq(own[:, None], other[:, None]).solution.item()
+        for own, other in zip(student, teacher, strict=True)
+    ]
+    return torch.tensor(best).maximum(0.1 * (teacher.norm(dim=1) / student.norm(dim=1)).float())
+
+
+def test_scales_are_least_squares_from_a_tenth_of_the_size_on():
+    model = converted_to(RETNET)
+    wild = {0: [1.0, 1e-4, 1e4, -1.0], 1: [1.0] * 4, 2: [1.0] * 4}  # what heads are multiplied by before
+    for layer, factors in wild.items():
+        model.model.layers[layer].self_attn.linearize.out_scale.data.mul_(torch.tensor(factors)[:, None])
+    scales = {layer: model.model.layers[layer].self_attn.linearize.out_scale.clone() for layer in wild}
+    as_it_was = outputs(model)
+    found = calibrate(model, BATCHES)
+    after = outputs(model)
+    bounded = 0
+    for report in found:
+        layer = report["layer"]
+        factors = (model.model.layers[layer].self_attn.linearize.out_scale / scales[layer]).mean(1).detach()
+        student, teacher = after[layer]
+        started = student / factors[:, None]
+        expected = least_squares(started, teacher)
+        bounded += int((expected > 1.001 * (started * teacher).sum(1) / started.square().sum(1)).sum())
+        torch.testing.assert_close(factors, expected, rtol=1e-4, atol=0)
+        assert report["scale"] == pytest.approx(expected.tolist(), rel=1e-3)
+        for key, (own, teacher) in (("error_before", as_it_was[layer]), ("error_after", after[layer])):
+            error = float((own - teacher).square().sum() / teacher.square().sum())
+            assert report[key] == pytest.approx(error, rel=1e-4)
+    assert 0 < bounded < 12
+
+
+class Scaled(WindowMixer):
+    """A window whose output has a scale for each head, too."""
+
+    scale = "out_scale"
+
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.out_scale = torch.nn.Parameter(torch.full((shape.num_heads,), 0.7))
+
+    def forward(self, q, k, v, **call):
+        out, state = super().forward(q, k, v, **call)
+        return out * self.out_scale[:, None], state
+
+
+def test_a_grid_is_chosen_by_the_error_that_the_scale_leaves():
+    options = {"feature_map": "hedgehog", "feature_map_options": {}, "window": 5, "sinks": 0}
+    register_mixer("scaled", Scaled, paper="none", options=options)
+    try:
+        model = converted_to({"mixer": "scaled"})
+        tables: dict[int, list[tuple[float, torch.Tensor, torch.Tensor]]] = {}
+        own = {n: layer.self_attn.linearize.gate.clone() for n, layer in enumerate(model.model.layers)}
+        for gate in (None, *GRID):
+            for n, layer in enumerate(model.model.layers):
+                layer.self_attn.linearize.gate.data.copy_(own[n] if gate is None else torch.full((4,), gate))
+            for n, (student, teacher) in outputs(model).items():
+                factor = least_squares(student, teacher)
+                error = (student * factor[:, None] - teacher).square().sum(1)
+                tables.setdefault(n, []).append((gate, factor, error))
+        for n, layer in enumerate(model.model.layers):
+            layer.self_attn.linearize.gate.data.copy_(own[n])
+        before = {n: layer.self_attn.linearize.out_scale.clone() for n, layer in enumerate(model.model.layers)}
+        calibrate(model, BATCHES)
+        for n, table in tables.items():
+            mixer = model.model.layers[n].self_attn.linearize
+            for h in range(4):
+                gate, factor, _ = min(table, key=lambda row: float(row[2][h]))
+                assert mixer.gate[h].item() == (own[n][h].item() if gate is None else gate)
+                assert (mixer.out_scale[h] / before[n][h]).item() == pytest.approx(factor[h].item(), rel=1e-4)
+    finally:
+        del MIXERS["scaled"]

@@ -1,0 +1,199 @@
+"""What recurrent mixers are put together from: projections of the hidden input, decays, norm and gate of the output.
+
+Parameters are float32 and every function computes in the dtype of the mixer's sums (`accumulate_dtype`), whatever the
+model's. All of them start such that they do nothing, or what the paper's start comes down to.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linearize.errors import UsageError
+from linearize.mixers.draws import normal
+from linearize.mixers.registry import AttentionShape
+
+EPS = 1e-6  # of RMS norms, beside the mean square
+# Half-lives, in tokens. A head that looks at itself alone still keeps half of a token for the next one; one that looks
+# back further than that is taken to keep everything, and its decay can still be told from none in float32.
+SHORTEST, LONGEST = 1.0, 65536.0
+
+
+class LowRank(nn.Module):
+    """x (..., inputs) -> (..., *shape), through `rank` dims: 0 at the start, whatever x is.
+
+    The first matrix is drawn so that x with entries of size 1 stays so; the second one is 0. Raises `UsageError` for a
+    rank below 1.
+    """
+
+    def __init__(self, inputs: int, shape: tuple[int, ...], rank: int, generator: torch.Generator | None) -> None:
+        super().__init__()
+        if rank < 1:
+            raise UsageError(f"a mixer can't have rank={rank}", "Use at least 1")
+        self.shape = shape
+        self.down = nn.Parameter(normal(rank, inputs, generator) / math.sqrt(inputs))
+        self.up = zeros(math.prod(shape), rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype)).unflatten(-1, self.shape)
+
+
+class Full(nn.Module):
+    """x (..., inputs) -> (..., *shape): one matrix, which starts as 0."""
+
+    def __init__(self, inputs: int, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = zeros(math.prod(shape), inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype)).unflatten(-1, self.shape)
+
+
+class FixedDecay(nn.Module):
+    """-exp(rate_log), (Hk,), whatever the token."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.rate_log = zeros(kv_heads)
+        self.start(start_half_lives(kv_heads))
+
+    def start(self, half_life: Tensor) -> None:
+        """Let each head keep half of its state for `half_life` (Hk,) tokens."""
+        fill(self.rate_log, rates(half_life).log())
+
+    def forward(self, dtype: torch.dtype) -> Tensor:
+        return -self.rate_log.to(dtype).exp()
+
+
+class SigmoidDecay(nn.Module):
+    """log sigmoid(f(x) + bias) / temper, (B, T, Hk, D), f of low rank and 0 at the start."""
+
+    def __init__(self, shape: AttentionShape, temper: float, rank: int, generator: torch.Generator | None) -> None:
+        super().__init__()
+        dims = (shape.num_key_value_heads, shape.head_dim)
+        self.temper = temper
+        self.project = LowRank(shape.hidden_size, dims, rank, generator)
+        self.bias = zeros(*dims)
+        self.start(start_half_lives(shape.num_key_value_heads))
+
+    def start(self, half_life: Tensor) -> None:
+        """As in `FixedDecay`, where f(x) is 0, for every key dim alike."""
+        fill(self.bias, -(self.temper * rates(half_life)).expm1().log())  # log sigmoid(-log(e^y - 1)) = -y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.logsigmoid(self.project(x) + self.bias.to(x.dtype)) / self.temper
+
+
+class SoftplusDecay(nn.Module):
+    """-exp(A_log) step with step = softplus(f(x) + bias), f 0 at the start.
+
+    Args:
+        step_by_dim: the step is (B, T, Hk, D) and f of low rank; else it is (B, T, Hk) and f one matrix.
+        rate_by_dim: A_log is (Hk, D); else it is (Hk,).
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        step_by_dim: bool = False,
+        rate_by_dim: bool = False,
+        rank: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        heads, dims = (shape.num_key_value_heads,), (shape.num_key_value_heads, shape.head_dim)
+        if step_by_dim:
+            self.project = LowRank(shape.hidden_size, dims, rank, generator)
+        else:
+            self.project = Full(shape.hidden_size, heads)
+        self.bias = zeros(*(dims if step_by_dim else heads))
+        self.A_log = zeros(*(dims if rate_by_dim else heads))
+        self.start(start_half_lives(shape.num_key_value_heads))
+
+    def start(self, half_life: Tensor) -> None:
+        """As in `SigmoidDecay`: by the step, with exp(A_log) = 1.
+
+        A small step is about exp(f(x) + bias), so that f changes a decay by a factor, however slow it is.
+        """
+        fill(self.A_log, torch.zeros_like(half_life))
+        fill(self.bias, rates(half_life).expm1().log())  # softplus(log(e^y - 1)) = y
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The step, and the log decay: (B, T, Hk, D) if either of its factors is by dim, else (B, T, Hk)."""
+        step, rate = F.softplus(self.project(x) + self.bias.to(x.dtype)), self.A_log.to(x.dtype).exp()
+        if rate.dim() > self.bias.dim():
+            return step, -step[..., None] * rate
+        return step, -step * (rate[:, None] if self.bias.dim() > rate.dim() else rate)
+
+
+class OutputGate(nn.Module):
+    """2 sigmoid(f(x)) for each head and value dim, (B, T, H, Dv), f of low rank: 1 at the start.
+
+    Published gates are silu or sigmoid of a learned projection. They have no value at which they do nothing for every
+    x, so that this one, which has, stands for both.
+    """
+
+    def __init__(self, shape: AttentionShape, rank: int, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.project = LowRank(shape.hidden_size, (shape.num_heads, shape.v_head_dim), rank, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.project(x).sigmoid()
+
+
+def zeros(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+
+
+def ones(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape, dtype=torch.float32))
+
+
+def hidden_input(hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(B, T, hidden) in `dtype`; raises ValueError if there is none."""
+    if hidden_states is None:
+        raise ValueError("this mixer's gates read the hidden input of the attention module: pass hidden_states")
+    return hidden_states.to(dtype)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x (..., Dv) over its root mean square."""
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+
+
+def finish(out: Tensor, out_scale: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """out (B, T, H, Dv) times out_scale (H, Dv) and the gate, in `dtype`."""
+    out = out * out_scale.to(out.dtype)
+    return (out if gate is None else out * gate).to(dtype)
+
+
+def start_half_lives(kv_heads: int) -> Tensor:
+    """(Hk,) half-lives in tokens until a calibration has measured better ones: from 22 to 2839.
+
+    RetNet's decays (Sun et al. 2023, arXiv:2307.08621), 1 - 2^(-5-h) for heads h = 0 ... 7, h spread evenly over as
+    many heads as there are.
+    """
+    h = torch.linspace(0, 7, kv_heads) if kv_heads > 1 else torch.full((1,), 3.5)
+    return math.log(2) / -torch.log1p(-(2.0 ** (-5 - h)))
+
+
+def half_lives(distance: Tensor, kv_heads: int) -> Tensor:
+    """(Hk,) half-lives from distances of the query heads (H,): their mean in each group, within what decays can be."""
+    return distance.view(kv_heads, -1).mean(1).clamp(SHORTEST, LONGEST)
+
+
+def rates(half_life: Tensor) -> Tensor:
+    """How much each token takes off the logarithm of what is kept, > 0, for half-lives in tokens."""
+    return math.log(2) / half_life
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give parameter (Hk, ...) the values (Hk,), or its own shape."""
+    value = value.view(*value.shape, *[1] * (parameter.dim() - value.dim()))
+    parameter.copy_(value.to(parameter.device, parameter.dtype).expand_as(parameter))
