@@ -158,7 +158,7 @@ def _check_layers(base: Any, block: Mapping[str, Any]) -> list[Fault]:
             faults.append(Fault(CONFIG, "", f"lists layer {module!r:.100}, which the base model hasn't (twice)"))
             continue
         seen.add(module)
-        if entry.get("mixer") and entry.get("shape") != layer.shape.to_dict():
+        if entry.get("mixer") and not layer.shape.agrees(entry.get("shape")):
             faults.append(Fault(CONFIG, "", f"gives layer '{module}' another attention shape than its base model has"))
     faults += [
         Fault(CONFIG, "", f"leaves out layer '{module}' of its base model") for module in probed if module not in seen

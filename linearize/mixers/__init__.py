@@ -25,6 +25,8 @@ __all__ = [
     "AttentionShape",
     "Entry",
     "build_mixer",
+    "grows",
+    "layer_type",
     "register_feature_map",
     "register_mixer",
     "state_bytes",
@@ -47,18 +49,35 @@ def build_mixer(spec: dict[str, Any], shape: AttentionShape, *, layer: int, seed
     return entry.load()(shape, generator=generator, **options)
 
 
+def grows(spec: dict[str, Any]) -> bool:
+    """Whether the decode state of the mixer that `spec` describes gets larger with each token."""
+    return bool(getattr(lookup(MIXERS, "mixer", spec["name"]).load(), "grows", False))
+
+
+def layer_type(spec: dict[str, Any]) -> str:
+    """The kind of layer, as config.json names it, that the mixer of `spec` makes."""
+    return getattr(lookup(MIXERS, "mixer", spec["name"]).load(), "layer_type", "linear_attention")
+
+
 def state_bytes(
-    spec: dict[str, Any], shape: AttentionShape, *, batch: int = 1, dtype: torch.dtype | None = None
+    spec: dict[str, Any],
+    shape: AttentionShape,
+    *,
+    batch: int = 1,
+    dtype: torch.dtype | None = None,
+    tokens: int = 1,
 ) -> int:
-    """Bytes of one layer's decode state in a model of `dtype` (bfloat16 by default), the same at any length."""
+    """Bytes of one layer's decode state in a model of `dtype` (bfloat16 by default) after `tokens` tokens: the same at
+    any length, but for mixers that `grows` names."""
     import torch
 
     with torch.device("meta"):
         mixer = build_mixer(spec, shape, layer=0, seed=0)
         dtype = dtype or torch.bfloat16
-        q = torch.empty(batch, 1, shape.num_heads, shape.head_dim, dtype=dtype)
-        k = torch.empty(batch, 1, shape.num_key_value_heads, shape.head_dim, dtype=dtype)
-        v = torch.empty(batch, 1, shape.num_key_value_heads, shape.v_head_dim, dtype=dtype)
-        hidden_states = torch.empty(batch, 1, shape.hidden_size, dtype=dtype)
+        length = tokens if grows(spec) else 1
+        q = torch.empty(batch, length, shape.num_heads, shape.head_dim, dtype=dtype)
+        k = torch.empty(batch, length, shape.num_key_value_heads, shape.head_dim, dtype=dtype)
+        v = torch.empty(batch, length, shape.num_key_value_heads, shape.v_head_dim, dtype=dtype)
+        hidden_states = torch.empty(batch, length, shape.hidden_size, dtype=dtype)
         _, state = mixer(q, k, v, hidden_states=hidden_states, return_state=True)
     return sum(tensor.nbytes for tensor in state.values())

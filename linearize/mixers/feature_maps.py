@@ -7,20 +7,24 @@ returns the features (B, T, heads, F), or a pair of them and their log scale (B,
 `exp(log_scale) * features`, which lets maps with a huge range stay finite. Inputs arrive in float32 or float64 after
 the model's own RoPE and norms. A map that returns a log scale says by it that its features estimate the softmax
 kernel itself, so that a window hybrid can put both parts on one scale.
+
+A `positional` map also needs to know where tokens stand: its methods are `q(x, positions)` and `k(x, positions)`, with
+positions (B, T) or (1, T) int64. Only their differences within a sequence count, so a mixer may count from anywhere.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from linearize_kernels import hedgehog_features
+from linearize_kernels import favor_features, hedgehog_features
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linearize.errors import UsageError
+from linearize.mixers.draws import gaussian_rows, orthonormal_columns
 from linearize.mixers.registry import AttentionShape
 
 
@@ -34,21 +38,27 @@ class Features(NamedTuple):
 class FeatureMap(nn.Module, ABC):
     """Base of the maps that ship here: keeps the shape, gives draws that depend on the seed alone.
 
-    `feature_dim` (F) must be set by the subclass. `absolute` says that `q` and `k` return log scales.
+    `feature_dim` (F) must be set by the subclass. `absolute` says that `q` and `k` return log scales, `positional` that
+    they take positions. `max_length` is how many tokens a sequence may have, None without a limit.
+
+    A map of random draws that may be drawn again has a method `redraw(generator)`, which fills the module's buffers.
     """
 
     feature_dim: int
     absolute = False
+    positional = False
+    max_length: int | None = None
 
     def __init__(self, shape: AttentionShape, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
         self.feature_dim = shape.head_dim
 
-    def forward(self, x: Tensor, side: str) -> Features:
-        """Features of queries (side "q") or keys ("k"). Mixers call the map through this, so that hooks on the module
-        run: offloading brings weights with them."""
-        output = self.q(x) if side == "q" else self.k(x)
+    def forward(self, x: Tensor, side: str, positions: Tensor | None = None) -> Features:
+        """Features of queries (side "q") or keys ("k") that stand at `positions`. Mixers call the map through this, so
+        that hooks on the module run: offloading brings weights with them."""
+        method: Any = self.q if side == "q" else self.k
+        output = method(x, positions) if self.positional else method(x)
         return Features(output, None) if isinstance(output, Tensor) else Features(*output)
 
     @abstractmethod
@@ -64,7 +74,7 @@ class Elu1(FeatureMap):
     """elu(x) + 1 (Katharopoulos et al. 2020, arXiv:2006.16236)."""
 
     def q(self, x: Tensor) -> Tensor:
-        return F.elu(x) + 1
+        return F.elu(x).add_(1)
 
     k = q
 
@@ -117,6 +127,45 @@ class T2R(FeatureMap):
         return F.relu(_per_head(x, self.k_weight) + self.k_bias.to(x.dtype))
 
 
+class Cosformer(FeatureMap):
+    """relu(x) beside itself, times cos(pi t / 2M) and sin(pi t / 2M) at position t (Qin et al. 2022, arXiv:2202.08791):
+
+        phi(q_t) . phi(k_j) = relu(q_t) . relu(k_j) cos(pi (t - j) / 2M)
+
+    F = 2 D. The weight replaces the position embedding that the paper's models don't have. RoPE, which the model
+    applies before the mixer, stays, and so q and k arrive rotated.
+
+    M is `length`, or the model's max_position_embeddings if that is 0. Beyond M tokens the cosine of the oldest keys is
+    negative, so mixers refuse longer sequences. The denominator can be 0, where the operator floors it.
+
+    Raises:
+        UsageError: `length` is negative, or 0 and the model doesn't say how long it may be.
+    """
+
+    positional = True
+
+    def __init__(self, shape: AttentionShape, *, length: int = 0, generator: torch.Generator | None = None) -> None:
+        super().__init__(shape)
+        if length < 0 or not (length or shape.max_length):
+            reason = "isn't a number of tokens" if length < 0 else "needs a model whose config has a length"
+            raise UsageError(
+                f"feature map 'cosformer': length {length} {reason}",
+                "Set feature_map_options.length to the most tokens that a sequence will have",
+            )
+        self.max_length = length or shape.max_length
+        self.feature_dim = 2 * shape.head_dim
+
+    def q(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        assert self.max_length is not None
+        assert positions is not None
+        # The angles have a period of 4M positions, within which float32 tells neighbours apart.
+        angle = (positions % (4 * self.max_length)).to(x.dtype) * (math.pi / (2 * self.max_length))
+        x, angle = F.relu(x), angle[..., None, None]
+        return torch.cat([x * angle.cos(), x * angle.sin()], dim=-1)
+
+    k = q
+
+
 class Favor(FeatureMap):
     """FAVOR+ (Choromanski et al. 2020, arXiv:2009.14794): positive random features of the softmax kernel.
 
@@ -142,20 +191,18 @@ class Favor(FeatureMap):
         if features < 1 or (hyperbolic and features % 2):
             raise UsageError(f"feature map 'favor' can't have features={features}", "Use an even number of at least 2")
         self.feature_dim = features
-        self.hyperbolic = hyperbolic
+        self.hyperbolic, self.orthogonal = hyperbolic, orthogonal
         rows = features // 2 if hyperbolic else features
-        self.register_buffer("omega", _gaussian_rows(rows, shape.head_dim, orthogonal, generator))
+        self.register_buffer("omega", gaussian_rows(rows, shape.head_dim, orthogonal, generator))
+
+    @torch.no_grad()
+    def redraw(self, generator: torch.Generator | None) -> None:
+        """Draw omega anew, in place."""
+        rows, dim = self.omega.shape
+        self.omega.copy_(gaussian_rows(rows, dim, self.orthogonal, generator))
 
     def q(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x * math.sqrt(abs(self.shape.scaling))
-        exponent = x @ self.omega.to(x.dtype).T
-        if self.hyperbolic:
-            exponent = torch.cat([exponent, -exponent], dim=-1)
-        # The largest exponent moves into the log scale, so that features stay within (0, 1]. It cancels in the true
-        # features, so no gradient flows through it.
-        largest = exponent.detach().amax(-1, keepdim=True)
-        phi = (exponent - largest).exp() / math.sqrt(self.feature_dim)
-        return phi, largest.squeeze(-1) - x.square().sum(-1) / 2
+        return favor_features(x, self.omega, scale=abs(self.shape.scaling), hyperbolic=self.hyperbolic)
 
     k = q
 
@@ -181,7 +228,7 @@ class Taylor(FeatureMap):
         p = min(project_dim, shape.head_dim)
         self.project_dim = p
         self.feature_dim = 1 + p + p * (p + 1) // 2
-        projection = _orthonormal_columns(shape.head_dim, p, generator) * math.sqrt(shape.head_dim / p)
+        projection = orthonormal_columns(shape.head_dim, p, generator) * math.sqrt(shape.head_dim / p)
         self.q_weight = nn.Parameter(projection.repeat(shape.num_heads, 1, 1))
         self.k_weight = nn.Parameter(projection.repeat(shape.num_key_value_heads, 1, 1))
 
@@ -208,34 +255,3 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 def _identity(num_heads: int, dim: int) -> nn.Parameter:
     return nn.Parameter(torch.eye(dim, dtype=torch.float32).repeat(num_heads, 1, 1))
-
-
-def on_meta() -> bool:
-    """Whether modules are being built on the meta device, where draws have no values."""
-    return torch.empty(0).device.type == "meta"
-
-
-def _normal(rows: int, columns: int, generator: torch.Generator | None) -> Tensor:
-    """Float32 draws from N(0, 1), made on the CPU so that a seed means the same on every device."""
-    if on_meta():
-        return torch.empty(rows, columns, dtype=torch.float32)
-    device = torch.empty(0).device
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu").to(device)
-
-
-def _orthonormal_columns(rows: int, columns: int, generator: torch.Generator | None) -> Tensor:
-    draws = _normal(rows, columns, generator)
-    return draws if on_meta() else torch.linalg.qr(draws)[0]
-
-
-def _gaussian_rows(rows: int, dim: int, orthogonal: bool, generator: torch.Generator | None) -> Tensor:
-    """(rows, dim) rows distributed as N(0, I) each; orthogonal within each block of `dim` rows if asked."""
-    draws = _normal(rows, dim, generator)
-    if not orthogonal or on_meta():
-        return draws
-    blocks = []
-    for start in range(0, rows, dim):
-        q, r = torch.linalg.qr(_normal(dim, dim, generator))
-        # The signs of r's diagonal make the orthogonal factor uniform (Haar), which QR alone is not.
-        blocks.append((q * r.diagonal().sign()).T[: rows - start])
-    return torch.cat(blocks) * draws.norm(dim=1, keepdim=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from linearize.errors import UsageError
 from linearize.mixers.feature_maps import FeatureMap
+from linearize.mixers.positions import slots
 from linearize.mixers.registry import FEATURE_MAPS, AttentionShape, check_options, lookup
 
 State = dict[str, Tensor]
@@ -39,11 +40,59 @@ def steps_in_place(state: State | None, q: Tensor) -> TypeGuard[State]:
     return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in state.values())
 
 
+def linear_state(state: State) -> LinearState:
+    """The sums among a mixer's state."""
+    return LinearState(state["S"], state["z"], state["m"])
+
+
+def build_plain_map(
+    mixer: str, name: str, options: dict[str, Any], shape: AttentionShape, generator: torch.Generator | None
+) -> FeatureMap:
+    """As `build_feature_map`, for a mixer whose output a factor of all of a query's features would change.
+
+    Raises:
+        UsageError: also if the map's features come with log scales.
+    """
+    feature_map = build_feature_map(name, options, shape, generator)
+    if feature_map.absolute:
+        raise UsageError(
+            f"mixer '{mixer}' can't take feature map '{name}', whose features are known up to a factor of each query: "
+            "no denominator of this mixer cancels it",
+            "Choose a map without one, such as hedgehog or elu1",
+        )
+    return feature_map
+
+
+def plain_features(
+    feature_map: FeatureMap, q: Tensor, k: Tensor, state: State | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Features of q and k in the dtype of sums, and what the state keeps of positions (see `slots`)."""
+    dtype = accumulate_dtype(q)
+    positions, seen = slots(feature_map, q, state, cu_seqlens)
+    phi_q, phi_k = feature_map(q.to(dtype), "q", positions), feature_map(k.to(dtype), "k", positions)
+    if phi_q.log_scale is not None or phi_k.log_scale is not None:
+        raise ValueError(f"{type(feature_map).__name__} returns log scales, and so needs `absolute = True`")
+    return phi_q.phi, phi_k.phi, seen
+
+
+def linear_sums(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, before: LinearState | None, *, in_place: bool = False, **options: Any
+) -> tuple[Tensor, LinearState]:
+    """phi(q_t) S_t, undivided, and the state after it, which is `before` updated if `in_place`.
+
+    phi_q (B, T, H, F), phi_k (B, T, Hk, F), v (B, T, Hk, Dv); options as `linear_attention` takes them.
+    """
+    if in_place and before is not None:
+        del options["cu_seqlens"]
+        return linear_attention_step(phi_q, phi_k, v, before, normalize=False, **options), before
+    return linear_attention(phi_q, phi_k, v, normalize=False, initial_state=before, return_state=True, **options)
+
+
 class LinearMixer(nn.Module):
     """o_t = phi(q_t) S_t / phi(q_t) z_t with S_t = sum of phi(k_j) v_j^T and z_t = sum of phi(k_j), j <= t.
 
     The state is S (B, Hk, F, Dv), z (B, Hk, F) and m (B, Hk), the running maximum of the keys' log scales; all of
-    them float32, whatever the model's dtype.
+    them float32, whatever the model's dtype. With a positional map also `seen` (B,) int64, the tokens so far.
     """
 
     layer_type = "linear_attention"
@@ -76,11 +125,12 @@ class LinearMixer(nn.Module):
 
         mask (B, T) is True at real tokens. `state` continues an earlier call, and is used up by it: a step of one token
         without gradients updates it in place. With `cu_seqlens` (N + 1,) and B = 1, each packed sequence has a state
-        of its own.
+        of its own. Raises ValueError for more tokens than a positional map takes.
         """
         dtype = accumulate_dtype(q)
-        phi_q = self.feature_map(q.to(dtype), "q")
-        phi_k = self.feature_map(k.to(dtype), "k")
+        positions, seen = slots(self.feature_map, q, state, cu_seqlens)
+        phi_q = self.feature_map(q.to(dtype), "q", positions)
+        phi_k = self.feature_map(k.to(dtype), "k", positions)
         options = {
             "log_k": phi_k.log_scale,
             "mask": mask,
@@ -88,17 +138,18 @@ class LinearMixer(nn.Module):
             # from that key: its floor only has to keep 0 / 0 away.
             "eps": 1e-6 if phi_k.log_scale is None else 1e-30,
         }
-        if steps_in_place(state, q):
-            return linear_attention_step(phi_q.phi, phi_k.phi, v, LinearState(**state), **options), state
+        before = None if state is None else linear_state(state)
+        if before is not None and steps_in_place(state, q):
+            return linear_attention_step(phi_q.phi, phi_k.phi, v, before, **options), {**state, **seen}
         result = linear_attention(
             phi_q.phi,
             phi_k.phi,
             v,
-            initial_state=None if state is None else LinearState(**state),
+            initial_state=before,
             return_state=return_state,
             cu_seqlens=cu_seqlens,
             **options,
         )
         if return_state:
-            return result[0], result[1]._asdict()
+            return result[0], {**result[1]._asdict(), **seen}
         return result, None

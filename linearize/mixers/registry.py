@@ -20,7 +20,7 @@ class AttentionShape:
 
     `head_dim` is the dim of q and k as the attention function receives them, `v_head_dim` that of v, and `scaling`
     the factor that the model's own softmax puts on `q @ k` (not always `head_dim ** -0.5`). `softcap` is the bound
-    that it puts on logits, if it does.
+    that it puts on logits, if it does. `max_length` is how many positions the model's config gives it, if it says so.
     """
 
     num_heads: int
@@ -30,9 +30,15 @@ class AttentionShape:
     hidden_size: int
     scaling: float
     softcap: float | None = None
+    max_length: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def agrees(self, shape: Any) -> bool:
+        """Whether `shape`, as a checkpoint holds it, is this one. `max_length` doesn't count: it may be missing, or of
+        a time when the config said another one."""
+        return isinstance(shape, dict) and self.to_dict() == {**shape, "max_length": self.max_length}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,12 @@ FEATURE_MAPS: dict[str, Entry] = {
     "relu": Entry(f"{_MAPS}:Relu", "arXiv:2103.13076", "relu(x), nothing to learn"),
     "hedgehog": Entry(f"{_MAPS}:Hedgehog", "arXiv:2402.04347", "softmax(xW) and softmax(-xW), W learned per head"),
     "t2r": Entry(f"{_MAPS}:T2R", "arXiv:2103.13076", "relu(xW + b), learned per head"),
+    "cosformer": Entry(
+        f"{_MAPS}:Cosformer",
+        "arXiv:2202.08791",
+        "relu(x), weighted by the cosine of the distance; for sequences of up to `length` tokens",
+        {"length": 0},
+    ),
     "favor": Entry(
         f"{_MAPS}:Favor",
         "arXiv:2009.14794",
@@ -92,6 +104,84 @@ MIXERS: dict[str, Entry] = {
         "exact softmax over the last `window` tokens (and optional sinks), linear attention over older ones, "
         "one denominator",
         {"feature_map": "favor", "feature_map_options": {}, "window": 64, "sinks": 4},
+    ),
+    "length_switch": Entry(
+        "linearize.mixers.switch:LengthSwitchMixer",
+        "arXiv:2006.16236",
+        "exact softmax for the first `length` tokens of a sequence, linear attention for the others",
+        {"feature_map": "favor", "feature_map_options": {}, "length": 2048},
+    ),
+    "windowed": Entry(
+        "linearize.mixers.windowed:WindowedMixer",
+        "arXiv:2411.13676",
+        "exact softmax over the last `window` tokens (and optional sinks) beside any other mixer, weighed by a gate",
+        {"over": "gated_deltanet", "over_options": {}, "window": 64, "sinks": 4},
+    ),
+    "heads": Entry(
+        "linearize.mixers.heads:HeadsMixer",
+        "arXiv:2411.13676",
+        "the key/value heads `keep` stay softmax, the others get another mixer; the state grows with the kept heads",
+        {"keep": [0], "over": "window", "over_options": {}},
+    ),
+    "retnet": Entry(
+        "linearize.mixers.gated:RetNetMixer",
+        "arXiv:2307.08621",
+        "a sum that fades at one rate per head; RMS norm and output gate",
+        {"output_gate": True, "rank": 16},
+    ),
+    "gla": Entry(
+        "linearize.mixers.gated:GLAMixer",
+        "arXiv:2312.06635",
+        "gated linear attention: a decay for each token and key dim; RMS norm and output gate",
+        {"output_gate": True, "rank": 16},
+    ),
+    "mamba2": Entry(
+        "linearize.mixers.gated:Mamba2Mixer",
+        "arXiv:2405.21060",
+        "a step size for each token and head, which scales decay and input; gated RMS norm",
+        {"output_gate": True, "rank": 16},
+    ),
+    "mamba": Entry(
+        "linearize.mixers.gated:MambaMixer",
+        "arXiv:2312.00752",
+        "as mamba2, with a rate for each key dim and no norm (S6 with a step size per head)",
+        {"output_gate": True, "rank": 16},
+    ),
+    "deltanet": Entry(
+        "linearize.mixers.delta:DeltaNetMixer",
+        "arXiv:2406.06484",
+        "the delta rule: what is held for a key is replaced, not added to; RMS norm",
+        {"output_gate": False, "rank": 16},
+    ),
+    "gated_deltanet": Entry(
+        "linearize.mixers.delta:GatedDeltaNetMixer",
+        "arXiv:2412.06464",
+        "the delta rule with a decay for each token and head; RMS norm and output gate",
+        {"output_gate": True, "rank": 16},
+    ),
+    "kda": Entry(
+        "linearize.mixers.delta:KDAMixer",
+        "arXiv:2510.26692",
+        "the delta rule with a decay for each token and key dim; RMS norm and output gate",
+        {"output_gate": True, "rank": 16},
+    ),
+    "rfa": Entry(
+        "linearize.mixers.rfa:RFAMixer",
+        "arXiv:2103.02143",
+        "random feature attention: sines and cosines of q and k of length 1, a temperature, and a gate if asked",
+        {"features": 256, "orthogonal": True, "gate": False, "guard": 0.01},
+    ),
+    "key_normalised": Entry(
+        "linearize.mixers.key_normalised:KeyNormalisedMixer",
+        "arXiv:2006.16236",
+        "linear attention with each key's value divided by what the queries so far gave that key",
+        {"feature_map": "hedgehog", "feature_map_options": {}, "causal": True},
+    ),
+    "linear_bias": Entry(
+        "linearize.mixers.relative:LinearBiasMixer",
+        "arXiv:2006.16236",
+        "linear attention and learned weights for the last `reach` distances, one denominator",
+        {"feature_map": "hedgehog", "feature_map_options": {}, "reach": 16},
     ),
 }
 

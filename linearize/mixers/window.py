@@ -13,6 +13,7 @@ from linearize_kernels import WindowState, accumulate_dtype, window_attention, w
 from torch import Tensor, nn
 
 from linearize.mixers.linear import State, build_feature_map, steps_in_place
+from linearize.mixers.positions import slots
 from linearize.mixers.registry import AttentionShape
 
 # gamma = exp of these at the start. Maps that estimate the softmax kernel itself are on the exact part's own scale, so
@@ -26,8 +27,9 @@ class WindowMixer(nn.Module):
     """o_t = [gamma W_t + phi(q_t) S_t] / [gamma w_t + phi(q_t) z_t], W_t and w_t the exact softmax sums over the last
     `window` tokens (and the first `sinks` ones), S_t and z_t the linear sums over all older tokens.
 
-    gamma = exp(gate), learned per head: any ratio of the two parts can be reached. The state is S, z, m as in
-    `LinearMixer`, plus the last `window` keys and values and the sinks, in the model's dtype.
+    gamma = exp(gate), learned per head: any ratio of the two parts can be reached. The state is S, z, m (and with a
+    positional map `seen`) as in `LinearMixer`, plus the last `window` keys and values and the sinks, in the model's
+    dtype.
     """
 
     layer_type = "hybrid_sliding"
@@ -70,9 +72,11 @@ class WindowMixer(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally; as `LinearMixer`."""
         dtype = accumulate_dtype(q)
-        previous = None if state is None else WindowState(**state)
-        phi_q = self.feature_map(q.to(dtype), "q")
-        phi_k = self.feature_map(self._leaving_keys(k, previous, cu_seqlens).to(dtype), "k")
+        previous = None if state is None else WindowState(*(state[name] for name in WindowState._fields))
+        places, seen = slots(self.feature_map, q, state, cu_seqlens)
+        phi_q = self.feature_map(q.to(dtype), "q", places)
+        leaving, places = self._leaving_keys(k, places, previous, cu_seqlens)
+        phi_k = self.feature_map(leaving.to(dtype), "k", places)
         gamma = self.gate.to(dtype).exp()
         options: dict[str, Any] = {
             "window": self.window,
@@ -89,7 +93,7 @@ class WindowMixer(nn.Module):
             options["eps"] = 1e-30
         features = (phi_q.phi, torch.zeros_like(phi_k.phi) if self.ablated == "linear" else phi_k.phi)
         if previous is not None and steps_in_place(state, q):
-            return window_attention_step(q, k, v, *features, previous, **options), state
+            return window_attention_step(q, k, v, *features, previous, **options), {**state, **seen}
         result = window_attention(
             q,
             k,
@@ -107,14 +111,20 @@ class WindowMixer(nn.Module):
             # While no key has left the window, the map plays no part. Its gradients are then 0 rather than absent,
             # which data-parallel training needs.
             out = out + sum(0 * p.sum() for p in trained)
-        return out, None if after is None else after._asdict()
+        return out, None if after is None else {**after._asdict(), **seen}
 
-    def _leaving_keys(self, k: Tensor, previous: WindowState | None, cu_seqlens: Tensor | None) -> Tensor:
-        """The keys that leave the window during this call: the only ones whose features are ever used."""
+    def _leaving_keys(
+        self, k: Tensor, places: Tensor | None, previous: WindowState | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The keys that leave the window during this call, the only ones whose features are ever used, and where they
+        stand. `places` are those of k, if the map asks for any."""
+        length = k.shape[1]
         if cu_seqlens is not None:
-            return k
+            return k, places
         if previous is None:
-            return k[:, : max(k.shape[1] - self.window, 0)]
-        if k.shape[1] == 1:
-            return previous.oldest(previous.k)
-        return torch.cat([previous.ring(previous.k), k], dim=1)[:, : k.shape[1]]
+            count = max(length - self.window, 0)
+            return k[:, :count], None if places is None else places[:, :count]
+        places = None if places is None else places - self.window
+        if length == 1:
+            return previous.oldest(previous.k), places
+        return torch.cat([previous.ring(previous.k), k], dim=1)[:, :length], places

@@ -236,6 +236,7 @@ def _describe(calls: list[tuple], cache: Any, names: dict[int, str], config: Any
             hidden_size=config.hidden_size,
             scaling=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
             softcap=kwargs.get("softcap"),
+            max_length=_max_length(config),
         )
         if not isinstance(layer, int) or layer < 0:
             refusal, layer = "its module doesn't know its layer, so its cache slot can't be told", -1
@@ -255,6 +256,11 @@ def _describe(calls: list[tuple], cache: Any, names: dict[int, str], config: Any
             refusal = _slot_refusal(cache, layer)
         layers[name] = ProbedLayer(layer, name, _kind(config, layer, kwargs), shape, refusal, _left_out(kwargs))
     return tuple(sorted(layers.values(), key=lambda entry: entry.layer))
+
+
+def _max_length(config: Any) -> int | None:
+    length = getattr(config, "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def _slot_refusal(cache: Any, layer: int) -> str:

@@ -25,6 +25,7 @@ from linearize.training.loop import Job, steps_of
 from linearize.training.output import read_converted
 from linearize.training.parallel import fill
 from linearize.training.place import TEACHER_TEXT
+from linearize.training.redraw import drawn
 from linearize.training.separate import TOKENS, check_second
 from linearize.training.stored import TOKEN_BYTES, File
 from linearize.training.trainable import MIXER
@@ -194,8 +195,8 @@ class Blocks:
             return
         model, device = self.job.model, self.job.accelerator.device
         part = load_part(self.checkpoint, self.links, *bounds, dtype=model.dtype, device=device)
-        own = mixers(part.model)
-        fill(own, {name: parameter for name, parameter in mixers(model).items() if name in own})
+        own = _learnt(part.model)
+        fill(own, {name: tensor for name, tensor in _learnt(model).items() if name in own})
         yield part
         self.keep(part)
         part.model.to("meta")  # now, and not when the cycles of a model happen to be collected
@@ -203,7 +204,12 @@ class Blocks:
     def keep(self, part: Part) -> None:
         """Give the job's model what the mixers of a part have learnt."""
         if self.loads:
-            fill(mixers(self.job.model), mixers(part.model))
+            fill(_learnt(self.job.model), _learnt(part.model))
+
+
+def _learnt(model: Any) -> dict[str, Tensor]:
+    """What training changes of the mixers."""
+    return {**mixers(model), **drawn(model)}
 
 
 def mixers(model: Any) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import linearize
 from linearize.console import alike
 from linearize.errors import LinearizeError
 from linearize.keep_softmax import ranges
+from linearize.mixers import grows
 from linearize.source import HUB_ID, local_path
 from linearize.training.scores import code, inline, scores, short
 
@@ -216,14 +217,16 @@ def _value(value: Any) -> str:
 
 
 def _limits(block: Mapping[str, Any], results: Mapping[str, Any] | None) -> Iterator[str]:
-    windows = sorted(
-        {layer["mixer"]["window"] for layer in block["layers"] if (layer.get("mixer") or {}).get("window")}
-    )
     items = ["It loads where linearize is installed, and nowhere else: its model type is linearize's own."]
-    shown = f"tokens older than the window ({', '.join(map(str, windows))} tokens)" if windows else "earlier tokens"
-    items.append(
-        f"In converted layers, {shown} reach on only through a state of fixed size, which can't hold everything."
-    )
+    mixers = [layer["mixer"] for layer in block["layers"] if layer.get("mixer")]
+    windows = sorted({mixer["window"] for mixer in mixers if mixer.get("window")})
+    shown = f"tokens older than the window ({', '.join(map(str, windows))} tokens)"
+    if not windows:
+        shown = "earlier tokens"
+    elif not all(mixer.get("window") for mixer in mixers):
+        shown = f"earlier tokens (with a window, {shown})"
+    where = "converted heads of converted layers" if any(map(grows, mixers)) else "converted layers"
+    items.append(f"In {where}, {shown} reach on only through a state of fixed size, which can't hold everything.")
     lengths = _lengths(results)
     items.append(
         f"Recall was measured on documents of {lengths}; nothing is known of longer ones."

@@ -11,6 +11,7 @@ from linearize.family import load_config
 from linearize.plan import human
 from linearize.source import Source, resolve
 from linearize.target import survey
+from linearize.training.redraw import drawn
 from linearize.training.schema import SELF
 from linearize.training.trainable import MIXER, lora_modules, lora_targets
 
@@ -79,11 +80,17 @@ def check_model(source: Source, recipe: Any) -> Any:
 def _check_stage(model: Any, number: int, stage: Any) -> None:
     trains = getattr(stage, "trains", "mixers" if stage.stage == "transfer" else "")
     if trains == "mixers" and not any(MIXER in name for name, _ in model.named_parameters()):
-        mixer = next(layer["mixer"] for layer in model.config.linearize["layers"] if layer.get("mixer"))
-        kind = " with ".join(filter(None, (mixer["name"], mixer.get("feature_map"))))
+        mixers = [layer["mixer"] for layer in model.config.linearize["layers"] if layer.get("mixer")]
+        names = [" with ".join(filter(None, (mixer["name"], mixer.get("feature_map")))) for mixer in mixers]
+        kind = ", ".join(dict.fromkeys(names))
         raise UsageError(
             f"train.{number} ({stage.stage}) trains mixers, and those of this model ({kind}) have nothing to train",
             "Convert with a feature map that learns, such as hedgehog, or train LoRA",
+        )
+    if getattr(stage, "redraw", 0) and not drawn(model):
+        raise UsageError(
+            f"train.{number}.redraw: no mixer of this model has random features to draw anew",
+            "Set it to 0, or convert with feature_map: favor or mixer: rfa",
         )
     if trains == "lora":
         lora_targets(stage.lora, *lora_modules(model))
@@ -166,10 +173,11 @@ def check_space(work: Path, model: Any, recipe: Any) -> None:
 
 
 def _trained(model: Any, stage: Any) -> int:
-    """How many parameters a stage trains."""
+    """How many numbers a stage changes."""
     trains = getattr(stage, "trains", "mixers")
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     chosen = sum(shape.numel() for name, shape in shapes.items() if trains == "all" or MIXER in name)
+    chosen += sum(buffer.numel() for buffer in drawn(model).values()) if getattr(stage, "redraw", 0) else 0
     if trains != "lora":
         return chosen
     targets = lora_targets(stage.lora, *lora_modules(model))

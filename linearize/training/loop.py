@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from linearize.training.metrics import Metrics
 from linearize.training.objectives import Logits, Runner, Transfer
 from linearize.training.packing import batch
 from linearize.training.place import CHECKPOINTS
+from linearize.training.redraw import drawn, redraw
 from linearize.training.schedule import factor, steps_of
 from linearize.training.trainable import MIXER, choose, groups, plain_name
 
@@ -35,7 +37,7 @@ class Job:
         runner: what runs the model; teacher: what runs another model as the teacher, or None.
         recipe, accelerator, work: settings, processes, and the folder for metrics and checkpoints.
         stream: gives a stage of some length its rows.
-        changed: names of the parameters that training has changed so far, as they are without LoRA around them.
+        changed: names of what training has changed so far, as they are without LoRA around them.
         autocast: the dtype of products where weights are held in float32.
     """
 
@@ -69,9 +71,10 @@ class Job:
         return self.work / CHECKPOINTS
 
     def trained(self) -> dict[str, Tensor]:
-        """The parameters that training has changed so far, by their names in `changed`."""
-        named = ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())
-        return {name: parameter for name, parameter in named if name in self.changed}
+        """The parameters and buffers that training has changed so far, by their names in `changed`."""
+        tensors = chain(self.model.named_parameters(), self.model.named_buffers())
+        named = ((plain_name(name), tensor) for name, tensor in tensors)
+        return {name: tensor for name, tensor in named if name in self.changed}
 
     def save(self, stage: int, step: int, data: dict[str, Any] | None, optimizer: Any = None) -> None:
         """Write a training checkpoint from which `step` of `stage` comes next; every process has to take part."""
@@ -102,6 +105,7 @@ class Stage:
         trains = "mixers" if self.local else settings.trains
         parameters = choose(job.model, trains)
         job.changed |= {plain_name(name) for name in parameters}
+        job.changed.update(drawn(job.model) if settings.redraw else ())
         recompute_activations(job.model, getattr(settings, "gradient_checkpointing", False))
         ce = {"finetune": 1.0}.get(settings.stage, getattr(settings, "ce", 1.0))
         teacher = job.teacher if settings.stage == "distill" else None
@@ -160,6 +164,8 @@ class Stage:
         job, settings, accelerator = self.job, self.settings, self.job.accelerator
         world, rank = accelerator.num_processes, accelerator.process_index
         mine = self.stream.take(settings.batch)[rank::world]
+        if step and settings.redraw and step % settings.redraw == 0:
+            redraw(job.model, job.recipe.seed, self.number, step)
         # What a step draws (dropout) depends on its number alone, so that a resumed training draws the same.
         torch.manual_seed(hash((job.recipe.seed, self.number, step, rank)) % 2**63)
         rate = factor(

@@ -164,6 +164,7 @@ class Steps(BaseModel):
     weight_decay: NotNegative = Field(default=0.0, description="AdamW's weight decay")
     betas: Betas = Field(default=(0.9, 0.95), description="AdamW's decay rates of the moments")
     clip: Positive | None = Field(default=1.0, description="largest norm of the gradient; null: none")
+    redraw: CountOrNone = Field(default=0, description="steps after which random features are drawn anew; 0: never")
 
     @field_validator("micro_batch")
     @classmethod

@@ -21,13 +21,14 @@ from tests.families import tiny_config
 
 def test_heads_dims_and_scaling():
     config = LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48)
+    config.max_position_embeddings = 77
     found = probe(config)
     assert (found.base_model_type, found.architecture, found.num_layers) == ("llama", "LlamaForCausalLM", 2)
     assert [layer.module for layer in found.layers] == [
         "model.layers.0.self_attn",
         "model.layers.1.self_attn",
     ]
-    assert found.layers[0].shape == AttentionShape(6, 2, 48, 48, 96, 48**-0.5)
+    assert found.layers[0].shape == AttentionShape(6, 2, 48, 48, 96, 48**-0.5, max_length=77)
 
 
 def test_seventy_billion_parameters_cost_nothing():

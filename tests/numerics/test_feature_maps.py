@@ -130,7 +130,7 @@ def test_hedgehog_and_t2r_start_at_the_identity_and_are_per_head():
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_within_the_window_every_hybrid_is_softmax_attention(name, sinks):
     """Also with grouped heads, a scaling of its own and soft-capped logits: against torch's own softmax."""
-    shape = AttentionShape(4, 2, 16, 12, 64, scaling=0.37, softcap=2.0)
+    shape = AttentionShape(4, 2, 16, 12, 64, scaling=0.37, softcap=2.0, max_length=64)
     mixer = build_mixer({"name": "window", "feature_map": name, "window": 20, "sinks": sinks}, shape, layer=0, seed=0)
     q, k, v = (torch.randn(2, 20, h, d, generator=generator(12)) for h, d in ((4, 16), (2, 16), (2, 12)))
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) * 0.37

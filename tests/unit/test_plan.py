@@ -35,6 +35,8 @@ from tests.checkpoints import config_of, save, write_safetensors
         ("12.5%", range(8), [0]),
         ("100%", range(4), [0, 1, 2, 3]),
         ("0%", range(4), []),
+        ("auto:25%", range(8), [0, 4]),  # a stand-in, until layers are measured
+        ("auto:3", [1, 3, 5, 7], [1, 3, 5]),
     ],
 )
 def test_keep_softmax(spec, convertible, kept):

@@ -1,0 +1,142 @@
+"""Some heads of a layer keep softmax attention, the others get another mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from linearize_kernels import WindowState, accumulate_dtype, window_attention, window_attention_step
+from torch import Tensor, nn
+
+from linearize.errors import UsageError
+from linearize.mixers.linear import State, steps_in_place
+from linearize.mixers.over import build_inner, inner_state, with_inner
+from linearize.mixers.registry import AttentionShape
+
+NAMES = ("kept_k", "kept_v", "kept_valid")
+
+
+class HeadsMixer(nn.Module):
+    """Softmax attention over all tokens in the key/value heads `keep` and the query heads that read them, the mixer
+    `over` in all other heads.
+
+    Whole groups are kept, so that the cache of keys and values shrinks with them. The state holds the keys and values
+    of the kept heads, kept_k (B, t, n, D) and kept_v (B, t, n, Dv) in the model's dtype, kept_valid (B, t) bool, and
+    that of the inner mixer with `inner_` before its names. It is the one mixer whose state grows: a step makes it anew,
+    and a static cache can't hold it.
+
+    Raises:
+        UsageError: `keep` isn't a list of some, but not all, of the layer's key/value heads, or a wrong inner mixer.
+    """
+
+    layer_type = "hybrid_heads"
+    grows = True
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        keep: Sequence[int] = (0,),
+        over: str = "window",
+        over_options: dict[str, Any] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        heads = shape.num_key_value_heads
+        wrong = [head for head in keep if type(head) is not int or not 0 <= head < heads]
+        if wrong or not keep or len(set(keep)) < len(keep) or len(keep) >= heads:
+            raise UsageError(
+                f"mixer 'heads' can't have keep={list(keep)} in a layer of {heads} key/value heads",
+                "List some of them, each once, counted from 0" if heads > 1 else "Use another mixer for it",
+            )
+        self.shape, self.keep = shape, list(keep)
+        self.others = [head for head in range(heads) if head not in keep]
+        self.group = shape.num_heads // heads
+        rest = len(self.others)
+        part = replace(shape, num_heads=self.group * rest, num_key_value_heads=rest)
+        self.inner = build_inner("heads", over, over_options or {}, part, generator)
+
+    def start(self, distance: Tensor) -> None:
+        """Let the inner mixer start from the distances (H,), if it does."""
+        start: Any = getattr(self.inner, "start", None)
+        if start is not None:
+            start(torch.cat([distance[head * self.group : (head + 1) * self.group] for head in self.others]))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        hidden_states: Tensor | None = None,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally; as `LinearMixer`."""
+        kept, after = self._softmax(
+            _pick(q, self.keep, self.group), _pick(k, self.keep), _pick(v, self.keep), mask, cu_seqlens, state
+        )
+        other, inner = self.inner(
+            _pick(q, self.others, self.group),
+            _pick(k, self.others),
+            _pick(v, self.others),
+            hidden_states=hidden_states,
+            mask=mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            state=inner_state(state),
+            return_state=return_state,
+        )
+        order = [*self.keep, *self.others]
+        both = torch.cat([kept, other], 2)
+        out = _pick(both, [order.index(head) for head in range(len(order))], self.group)
+        return out, with_inner(after, inner) if return_state else None
+
+    def _softmax(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, state: State | None
+    ) -> tuple[Tensor, State]:
+        """Causal softmax attention, and the keys and values of all tokens so far.
+
+        It is window attention over a window that holds them all, and whose linear part has one feature, which is 0.
+        """
+        dtype, (batch, length) = accumulate_dtype(q), q.shape[:2]
+        valid = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
+        k, v = (x if mask is None else x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
+        features = (q.new_zeros(*q.shape[:3], 1, dtype=dtype), k.new_zeros(*k.shape[:3], 1, dtype=dtype))
+        options: dict[str, Any] = {"scale": self.shape.scaling, "softcap": self.shape.softcap, "mask": mask}
+        if state is None:
+            out = window_attention(q, k, v, *features, window=max(length, 1), cu_seqlens=cu_seqlens, **options)
+            return out, dict(zip(NAMES, (k, v, valid), strict=True))
+        seen = state["kept_k"].shape[1]
+        # A ring of all tokens, where the new ones find empty slots behind the old ones.
+        ring_k, ring_v = (torch.cat([state[name], x], 1) for name, x in zip(NAMES, (k, v), strict=False))
+        empty = torch.cat([state["kept_valid"], torch.zeros_like(valid)], 1)
+        sums = q.new_zeros(batch, k.shape[2], v.shape[3] + 2, dtype=dtype).split([v.shape[3], 1, 1], -1)
+        before = WindowState(
+            sums[0][:, :, None].contiguous(),
+            sums[1].contiguous(),
+            sums[2][..., 0].contiguous(),
+            ring_k,
+            ring_v,
+            empty,
+            k.new_zeros(batch, 0, *k.shape[2:]),
+            v.new_zeros(batch, 0, *v.shape[2:]),
+            torch.zeros(batch, 0, dtype=torch.int64, device=q.device),
+            torch.full((batch,), seen, dtype=torch.int64, device=q.device),
+        )
+        options["window"] = seen + length
+        if steps_in_place(state, q):
+            out = window_attention_step(q, k, v, *features, before, **options)
+        else:
+            out = window_attention(q, k, v, *features, initial_state=before, **options)
+        return out, dict(zip(NAMES, (ring_k, ring_v, torch.cat([state["kept_valid"], valid], 1)), strict=True))
+
+
+def _pick(x: Tensor, heads: Sequence[int], group: int = 1) -> Tensor:
+    """Of x (B, T, heads, .), the groups of `group` heads each that `heads` numbers, in that order."""
+    return torch.cat([x[:, :, head * group : (head + 1) * group] for head in heads], 2)
