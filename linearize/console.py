@@ -34,6 +34,9 @@ def say(text: str) -> None:
     click.echo(printable(text))
 
 
+UNITS = {"select": "layers run"}  # of what is counted otherwise than the rest of a command
+
+
 @contextlib.contextmanager
 def progress(unit: str = "bytes") -> Iterator[Callable[[str, int, int], None] | None]:
     """A callback that draws bars on stderr, or None where stderr is no terminal; it counts bytes or something else."""
@@ -42,17 +45,21 @@ def progress(unit: str = "bytes") -> Iterator[Callable[[str, int, int], None] | 
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    count = DownloadColumn() if unit == "bytes" else TextColumn(f"{{task.completed:,}}/{{task.total:,}} {unit}")
-    columns = (TextColumn("{task.description:14}", markup=False), BarColumn(), count, TimeRemainingColumn())
+    columns = (
+        *(TextColumn("{task.description:14}", markup=False), BarColumn()),
+        *(TextColumn("{task.fields[count]}", markup=False), TimeRemainingColumn()),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:
+            own = UNITS.get(what, unit)
+            count = f"{size(done)} of {size(total)}" if own == "bytes" else f"{done:,}/{total:,} {own}"
             if what not in tasks:
-                tasks[what] = bars.add_task(printable(what), total=total)
-            bars.update(tasks[what], completed=done, total=total)
+                tasks[what] = bars.add_task(printable(what), total=total, count=count)
+            bars.update(tasks[what], completed=done, total=total, count=count)
 
         yield show
 
@@ -125,15 +132,18 @@ def alike(layers: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], str, str
 
 
 def mixer_text(mixer: Mapping[str, Any]) -> str:
-    """A mixer's spec in a few words: "window 64 + hedgehog, 4 sinks"."""
-    known = ("name", "feature_map", "feature_map_options", "window", "sinks")
+    """A mixer's spec in a few words: "window 64 + hedgehog, 4 sinks", "windowed 64, 4 sinks, over gla"."""
+    known = ("name", "feature_map", "feature_map_options", "window", "sinks", "over", "over_options")
     text = f"{mixer['name']} {mixer['window']}" if "window" in mixer else mixer["name"]
     if "feature_map" in mixer:
         options = ", ".join(f"{key}={value}" for key, value in mixer.get("feature_map_options", {}).items())
         text += f" + {mixer['feature_map']}" + (f"({options})" if options else "")
     if mixer.get("sinks"):
         text += f", {mixer['sinks']} sinks"
-    return text + "".join(f", {key} {value}" for key, value in mixer.items() if key not in known)
+    text += "".join(f", {key} {value}" for key, value in mixer.items() if key not in known)
+    if "over" in mixer:
+        text += f", over {mixer_text({'name': mixer['over'], **mixer.get('over_options', {})})}"
+    return text
 
 
 def print_inspection(report: Mapping[str, Any]) -> None:

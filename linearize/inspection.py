@@ -31,7 +31,8 @@ def inspect(
 ) -> dict[str, Any]:
     """Describe a model before or after its conversion, as a JSON-able dict.
 
-    `cache_dtype` is what caches are reckoned in, by default what the model is stored in.
+    `cache_dtype` is what caches are reckoned in, by default what the model is stored in. A row of `layers` says
+    `grows: true` where the state of a layer gets larger with each token; its state_bytes are those at one token.
 
     Of an unconverted model it says what `recipe` would make of it. Keys: model, origin, converted, family,
     architecture, parameters, weight_bytes, dtypes (bytes by dtype), tied, num_layers, layers, new_parameters,
@@ -55,7 +56,7 @@ def inspect(
             raise UsageError(f"{model} is converted already, so no recipe applies to it", "Leave out its options")
         return _converted(source, cache_dtype)
     plan = make_plan(source, settings)
-    report = _facts(source, plan.probe) | {"recipe": settings.conversion()}
+    report = _facts(source, plan.probe) | {"recipe": plan.recipe.conversion()}
     report |= _becomes(source, plan.probe, plan.layers, plan.new_tensors, cache_dtype)
     linked = sum(file.bytes for file in plan.files if file.how == "link")
     report["disk"] = {
@@ -107,7 +108,7 @@ def _becomes(
     """Layer by layer what it becomes and why, and what the cache costs before and after."""
     import torch
 
-    from linearize.mixers import AttentionShape, state_bytes
+    from linearize.mixers import grows
 
     cache_dtype = cache_dtype or _cache_dtype(source)
     width = torch.finfo(getattr(torch, cache_dtype)).bits // 8
@@ -125,15 +126,28 @@ def _becomes(
             "v_head_dim": was.shape.v_head_dim, "new_bytes": added.get(entry["module"], 0),
         }  # fmt: skip
         if entry.get("mixer"):
-            shape = AttentionShape(**entry["shape"])
-            row["state_bytes"] = state_bytes(entry["mixer"], shape, dtype=getattr(torch, cache_dtype))
+            row["state_bytes"] = _state_bytes(entry, cache_dtype, 1)
+            row["grows"] = grows(entry["mixer"])
         rows.append(row)
     cache = []
     for tokens in LENGTHS:
         before = [_kv_bytes(by_module[row["module"]], config, tokens, width) for row in rows]
-        after = [row.get("state_bytes", kv) for row, kv in zip(rows, before, strict=True)]
+        after = [
+            _state_bytes(entry, cache_dtype, tokens) if row.get("grows") else row.get("state_bytes", kv)
+            for entry, row, kv in zip(layers, rows, before, strict=True)
+        ]
         cache.append({"tokens": tokens, "before_bytes": sum(before), "after_bytes": sum(after)})
     return {"layers": rows, "new_parameters": parameters, "cache": cache, "cache_dtype": cache_dtype}
+
+
+def _state_bytes(entry: Mapping[str, Any], cache_dtype: str, tokens: int) -> int:
+    """Bytes of the state of one converted layer, for one sequence."""
+    import torch
+
+    from linearize.mixers import AttentionShape, state_bytes
+
+    dtype = getattr(torch, cache_dtype)
+    return state_bytes(entry["mixer"], AttentionShape(**entry["shape"]), dtype=dtype, tokens=tokens)
 
 
 def _cache_dtype(source: Source) -> str:

@@ -14,6 +14,8 @@ from linearize.family import as_loaded, check_depth, compare_tensors, load_confi
 from linearize.faults import all_faults
 from linearize.headers import tensor_bytes
 from linearize.keep_softmax import kept_layers, ranges
+from linearize.recipe_mixers import check_named
+from linearize.selection_file import STAND_IN, is_auto, settled
 from linearize.source import Source
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Plan:
 
     Attributes:
         source: the checked input.
-        recipe: what it is converted to.
+        recipe: what it is converted to; the layers of a selection are listed in it.
         probe: the model's attention layers, as the meta-device run saw them.
         layers: per layer with attention, what it becomes and why: the "layers" of config.json's `linearize`
             block.
@@ -53,6 +55,7 @@ class Plan:
         bytes_needed: bytes that OUT takes on its disk (linked files take none).
         bytes_free: what that disk has; None if OUT isn't known yet.
         memory_bytes: the most memory that converting takes.
+        chosen: how the layers that stay softmax were chosen, if they were measured.
     """
 
     source: Source
@@ -65,6 +68,7 @@ class Plan:
     bytes_free: int | None
     memory_bytes: int
     notes: tuple[str, ...] = field(default=())
+    chosen: str = ""
 
     @property
     def converted(self) -> list[dict[str, Any]]:
@@ -111,11 +115,14 @@ def base_names(shards: Sequence[str]) -> dict[str, str]:
     return {name: f"model-base-{i:05d}-of-{len(shards):05d}.safetensors" for i, name in enumerate(shards, 1)}
 
 
-def make_plan(source: Source, recipe: Recipe, destination: Destination | None = None) -> Plan:
+def make_plan(source: Source, recipe: Recipe, destination: Destination | None = None, *, chosen: str = "") -> Plan:
     """Plan the conversion of `source` with `recipe` (into `destination`, if it is known).
 
+    Args:
+        chosen: how the layers in the recipe's keep_softmax were chosen.
+
     Raises:
-        UsageError: keep_softmax names a layer that isn't there, or leaves nothing to convert.
+        UsageError: keep_softmax or layers names a layer that isn't there, or nothing is left to convert.
         ModelError: the model can't be converted, or its tensors don't fit its config; every problem is named.
     """
     from linearize.modeling.probe import probe
@@ -124,13 +131,16 @@ def make_plan(source: Source, recipe: Recipe, destination: Destination | None = 
     if source.tensors:
         check_depth(config, source.tensors, source.name)
     probed = probe(config)
-    layers = plan_layers(probed, recipe)
+    recipe, why = settled(recipe, probed)
+    layers = plan_layers(probed, recipe, chosen := chosen or why)
     new_tensors = plan_tensors(layers, recipe.seed)
     faults, notes = compare_tensors(as_loaded(config, source.tensors), source.tensors) if source.tensors else ([], [])
     if faults:
         raise all_faults(source.name, faults, "Download the model again, or correct its config.json")
     if without_how_to_compute(source.config) != source.config:
         notes.append("config.json's choice of an attention or experts implementation is dropped: it may fetch code")
+    if is_auto(recipe):
+        notes.append(STAND_IN.format(recipe.keep_softmax))
     notes += [f"layer {layer.layer}: {note}" for layer in probed.layers for note in layer.notes]
     files = plan_files(source, new_tensors, destination)
     return Plan(
@@ -144,6 +154,7 @@ def make_plan(source: Source, recipe: Recipe, destination: Destination | None = 
         bytes_free=destination.free_bytes if destination else None,
         memory_bytes=_memory_bytes(source, new_tensors),
         notes=source.notes + tuple(notes),
+        chosen=chosen,
     )
 
 
@@ -155,31 +166,36 @@ def _memory_bytes(source: Source, new_tensors: Mapping[str, tuple[str, tuple[int
     return BASE_MEMORY_BYTES + mixers + source.loaded_bytes + 4 * source.loaded_parameters
 
 
-def plan_layers(probed: Probe, recipe: Recipe) -> list[dict[str, Any]]:
+def plan_layers(probed: Probe, recipe: Recipe, chosen: str = "") -> list[dict[str, Any]]:
     """What becomes of each layer that has attention, with the reason: the `linearize` block's "layers".
 
     Raises:
-        UsageError: keep_softmax names a layer that isn't there, or no layer is left to convert.
+        UsageError: keep_softmax or layers names a layer that isn't there, layers one that stays as it is, or no layer
+            is left to convert.
     """
-    from linearize.mixers.registry import MIXERS, lookup
+    from linearize.mixers import layer_type
 
     stays = {layer.module: _why_stays(layer, recipe) for layer in probed.layers}
     convertible = [layer.layer for layer in probed.layers if not stays[layer.module]]
     kept = kept_layers(recipe.keep_softmax, convertible, [layer.layer for layer in probed.layers])
     if not set(convertible) - kept:
         raise _nothing_left(set(stays.values()) - {""}, convertible)
-    spec = recipe.mixer_spec()
-    becomes = getattr(lookup(MIXERS, "mixer", spec["name"]).load(), "layer_type", "linear_attention")
+    keeps = chosen or f"kept by keep_softmax: {_as_text(recipe.keep_softmax)}"
+    # What a selection keeps wasn't known when the layers were named: they were measured with their mixers, and lost.
+    asked = set() if chosen or is_auto(recipe) else kept
+    check_named(recipe.layers, {x.layer: stays[x.module] or keeps * (x.layer in asked) for x in probed.layers})
     layers = []
     for layer in probed.layers:
         entry: dict[str, Any] = {"layer": layer.layer, "module": layer.module, "type": layer.kind}
         if stays[layer.module]:
             entry["because"] = stays[layer.module]
         elif layer.layer in kept:
-            entry["because"] = f"kept by keep_softmax: {_as_text(recipe.keep_softmax)}"
+            entry["because"] = keeps
         else:
-            entry |= {"type": becomes, "mixer": spec, "shape": layer.shape.to_dict()}
-            entry["because"] = f"{layer.kind.replace('_', ' ')}, and keep_softmax doesn't keep it"
+            spec, named = recipe.mixer_spec(layer.layer), recipe.named(layer.layer)
+            entry |= {"type": layer_type(spec), "mixer": spec, "shape": layer.shape.to_dict()}
+            why = f"named by layers: {named}" if named else "keep_softmax doesn't keep it"
+            entry["because"] = f"{layer.kind.replace('_', ' ')}, and {why}"
         layers.append(entry)
     return layers
 

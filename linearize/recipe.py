@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from linearize.errors import LinearizeError
-from linearize.keep_softmax import FORMS
-from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup
-from linearize.recipe_errors import Problem, RecipeError, problems_of, wrong
-from linearize.recipe_files import MIXER_KEYS, SECTIONS, find_recipe, override, read_recipe, shipped_recipes
+from linearize.keep_softmax import AUTO, FORMS, FROM_FILE, PERCENT, is_budget
+from linearize.recipe_errors import Problem, RecipeError, problems_of
+from linearize.recipe_files import (
+    LAYERS,
+    MIXER_KEYS,
+    SECTIONS,
+    find_recipe,
+    layer_numbers,
+    override,
+    read_recipe,
+    shipped_recipes,
+)
+from linearize.recipe_mixers import DEFAULT_MIXER, AtLeast0, AtLeast1, Block, fill, in_order, named_blocks, spec_of
 from linearize.training.schema import SELF, Data, Distill, Evaluation, Every, Name, Precision, Stage, Trackers, as_tuple
 
 __all__ = ["Recipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]
@@ -27,16 +34,18 @@ DEFAULT_RECIPE = "default"
 
 
 def _keep_softmax(value: Any) -> str | tuple[int, ...]:
-    """`value` in its one normal form: "none", "every:4", "25%" or an ascending tuple of layer numbers."""
+    """`value` in its one normal form: "none", "every:4", "25%", "auto:25%", "@FILE" or an ascending tuple of layers."""
     if isinstance(value, bool) or not isinstance(value, (str, int, list, tuple)):
         raise ValueError(f"can't be {value!r}; write {FORMS}")
     if isinstance(value, int):
         value = [value]
     if isinstance(value, str):
         text = value.strip()
-        if text == "auto":
-            raise ValueError(f"'auto' is not available in this version; write {FORMS}")
-        percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", text)
+        if text.startswith(FROM_FILE) and len(text) > 1:
+            return text
+        if text.startswith(AUTO) and is_budget(text.removeprefix(AUTO)):
+            return text
+        percent = re.fullmatch(PERCENT, text)
         if text == "none" or re.fullmatch(r"every:[1-9]\d{0,8}", text) or (percent and 0 < float(percent[1]) <= 100):
             return text
         if not re.fullmatch(r"\d{1,9}(\s*,\s*\d{1,9})*", text):
@@ -61,12 +70,13 @@ class Recipe(BaseModel):
 
     version: Literal[1] = Field(1, description="version of this schema")
     model: Name | None = Field(None, description="what `linearize run` converts: a folder, Hub id or GGUF file")
-    mixer: str = Field("window", description="what stands in the place of softmax attention")
+    mixer: str = Field(DEFAULT_MIXER, description="what stands in the place of softmax attention")
     feature_map: str | None = Field(None, description="the map phi that replaces exp(q·k) by phi(q)·phi(k)")
     feature_map_options: dict[str, Any] | None = Field(None, description="options of the feature map")
-    window: Annotated[int, Field(ge=1)] | None = Field(None, description="newest tokens under exact softmax")
-    sinks: Annotated[int, Field(ge=0)] | None = Field(None, description="first tokens that stay exact")
+    window: AtLeast1 | None = Field(None, description="newest tokens under exact softmax")
+    sinks: AtLeast0 | None = Field(None, description="first tokens that stay exact")
     mixer_options: dict[str, Any] = Field({}, description="further options, for a mixer of your own")
+    layers: dict[str, Block] = Field({}, description="other mixers for some layers: lists of layers, and their mixer")
     keep_softmax: Annotated[str | tuple[int, ...], BeforeValidator(_keep_softmax)] = Field(
         "none", description=f"layers that stay as they are: {FORMS}"
     )
@@ -98,27 +108,46 @@ class Recipe(BaseModel):
     def _collect(cls, data: Any, handler: Any) -> Recipe:
         if not isinstance(data, dict):
             return handler(data)
-        problems, broken = [], set()
+        problems: list[Problem] = []
+        data = {**data, LAYERS: named_blocks(data.get(LAYERS, {}), problems)}
+        broken: set[tuple[str, ...]] = set()
         try:
             handler(data)
         except ValidationError as error:
-            problems = problems_of(error, cls)
-            broken = {problem.key.partition(".")[0] for problem in problems}
-        filled, more = _fill({key: value for key, value in data.items() if key not in broken}, broken)
-        if problems or more:
-            raise RecipeError(problems + more)
-        return handler(filled)
+            found = problems_of(error, cls)
+            problems += found
+            broken = {tuple(problem.key.split(".")) for problem in found}
+        tops = {key[0] for key in broken}
+        filled, more = fill({key: value for key, value in data.items() if key not in tops}, tops)
+        problems += more
+        blocks = {}
+        for name, block in data[LAYERS].items() if isinstance(data[LAYERS], Mapping) else ():
+            if isinstance(block, Mapping):
+                wrong = {key[2] for key in broken if key[:2] == (LAYERS, name) and len(key) > 2}
+                mine = {key: value for key, value in block.items() if key not in wrong}
+                blocks[name], more = fill(mine, wrong, f"{LAYERS}.{name}.")
+                problems += more
+        if problems:
+            raise RecipeError(problems)
+        return handler({**filled, LAYERS: in_order(blocks)})
 
-    def mixer_spec(self) -> dict[str, Any]:
-        """What `linearize.mixers.build_mixer` takes: the mixer's name and every option that it has."""
-        keys = {key: getattr(self, key) for key in MIXER_KEYS if getattr(self, key) is not None}
-        return {"name": self.mixer, **keys, **self.mixer_options}
+    def mixer_spec(self, layer: int | None = None) -> dict[str, Any]:
+        """What `linearize.mixers.build_mixer` takes for `layer`: the mixer's name and every option that it has.
+        Without a layer: for all those that `layers` doesn't name."""
+        return spec_of(self.layers.get(self.named(layer), self))
+
+    def named(self, layer: int | None) -> str:
+        """The key of `layers` that names `layer`; "" if none does."""
+        return next((key for key in self.layers if layer in (layer_numbers(key) or ())), "")
 
     def conversion(self) -> dict[str, Any]:
         """The keys that decide what becomes of a model, as JSON: what config.json of a converted model holds."""
         values = self.model_dump(mode="json", include=CONVERSION, exclude_none=True)
-        if not values["mixer_options"]:
-            del values["mixer_options"]
+        for block in (values, *values[LAYERS].values()):
+            if not block["mixer_options"]:
+                del block["mixer_options"]
+        if not values[LAYERS]:
+            del values[LAYERS]
         return values
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,72 +159,8 @@ class Recipe(BaseModel):
 # All others say how a model is trained and judged, or where it is.
 CONVERSION = {
     *("version", "mixer", *MIXER_KEYS, "mixer_options"),
-    *("keep_softmax", "convert_sliding", "seed"),
+    *(LAYERS, "keep_softmax", "convert_sliding", "seed"),
 }
-
-
-def _fill(data: dict[str, Any], broken: set[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """`data` with the mixer's own defaults, and what is wrong with it apart from the `broken` keys."""
-    problems: list[Problem] = []
-    if "mixer" in broken:
-        return data, problems
-    mixer = data.get("mixer", Recipe.model_fields["mixer"].default)
-    entry = _look_up(MIXERS, "mixer", mixer, problems)
-    if entry:
-        for key in MIXER_KEYS:
-            if key not in entry.options and data.get(key) is not None:
-                problems.append(wrong(key, _does_not_apply(key, mixer)))
-            elif key in entry.options and data.get(key) is None and key not in broken:
-                data[key] = entry.options[key]
-    if entry and "mixer_options" not in broken:
-        own = {key: value for key, value in entry.options.items() if key not in MIXER_KEYS}
-        entry = replace(entry, options=own)
-        data["mixer_options"] = _options("mixer", mixer, entry, data.get("mixer_options") or {}, problems)
-    if isinstance(data.get("feature_map"), str):
-        name, given = data["feature_map"], data.get("feature_map_options") or {}
-        entry = _look_up(FEATURE_MAPS, "feature_map", name, problems)
-        if entry and "feature_map_options" not in broken:
-            data["feature_map_options"] = _options("feature_map", name, entry, given, problems)
-    return data, problems
-
-
-def _look_up(registry: Mapping[str, Entry], kind: str, name: str, problems: list[Problem]) -> Entry | None:
-    try:
-        return lookup(registry, kind, name)
-    except LinearizeError as error:
-        problems.append(wrong(kind, error.what))
-        return None
-
-
-def _options(kind: str, name: str, entry: Entry, given: dict, problems: list[Problem]) -> dict[str, Any]:
-    prefix = f"{kind}_options"
-    merged: dict[str, Any] = dict(entry.options)
-    for key, value in given.items():
-        path = f"{prefix}.{key}"
-        try:
-            check_options(kind, name, entry, {key: value})
-        except LinearizeError as error:
-            problems.append(wrong(path, error.what))
-            continue
-        default = entry.options[key]
-        if not _same_kind(value, default):
-            problems.append(wrong(path, f"must be like its default {default!r}, not {value!r}"))
-        merged[key] = value
-    return merged
-
-
-def _same_kind(value: Any, default: Any) -> bool:
-    if default is None:
-        return True
-    if isinstance(default, float) and not isinstance(value, bool):
-        return isinstance(value, (int, float))
-    return type(value) is type(default)
-
-
-def _does_not_apply(key: str, mixer: str) -> str:
-    others = [name for name, entry in MIXERS.items() if key in entry.options]
-    mend = f"use mixer: {others[0]}, or leave {key} out" if others else f"leave {key} out"
-    return f"mixer '{mixer}' has no {key}; {mend}"
 
 
 def load_recipe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -120,6 +120,8 @@ def _unknown(location: list[str], stage: str, recipe: type[BaseModel]) -> Proble
         known = schema.STAGES[stage].model_fields
     elif stage:
         known = schema.Lora.model_fields
+    elif len(location) > 2:  # layers: blocks under lists of layers
+        known = get_args(recipe.model_fields[location[0]].annotation)[1].model_fields
     else:
         known = (_SECTIONS[location[0]] if len(location) > 1 else recipe).model_fields
     hint = did_you_mean(name, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from linearize.errors import UsageError, did_you_mean
+from linearize.keep_softmax import FROM_FILE
 from linearize.mixers.registry import MIXERS, Entry
 from linearize.yaml_text import parse
 
@@ -17,6 +19,7 @@ MIXER_KEYS = ("feature_map", "feature_map_options", "window", "sinks")
 OPTIONS = ("feature_map_options", "mixer_options")
 SECTIONS = ("data", "train", "every", "eval")
 LAUNCHERS = "accelerate"  # a folder of files for `accelerate launch`, beside the recipes
+LAYERS = "layers"  # blocks of mixer keys, each under a list of layers
 PLACES = ("model", "data.source")  # paths may hold anything, also what YAML has another meaning for
 
 
@@ -88,7 +91,11 @@ def copy_recipe(ref: str | Path, file: str | Path) -> Path:
 
 def override(data: dict[str, Any], overrides: Mapping[str, Any], where: dict[str, str]) -> dict[str, Any]:
     """`data` with single keys changed; notes in `where` that they were. Strings are read as YAML, paths as they are."""
-    values = {key: _typed(key, value) for key, value in overrides.items()}
+    return _changed(data, {key: _typed(key, value) for key, value in overrides.items()}, where)
+
+
+def _changed(data: dict[str, Any], values: Mapping[str, Any], where: dict[str, str]) -> dict[str, Any]:
+    """`override` with typed values; of a recipe, or of a block of `layers`."""
     data = dict(data)
     if values.get("mixer", data.get("mixer")) != data.get("mixer"):
         data.pop("mixer_options", None)
@@ -96,14 +103,46 @@ def override(data: dict[str, Any], overrides: Mapping[str, Any], where: dict[str
         data = {key: value for key, value in data.items() if _belongs(key, entry)}
     if values.get("feature_map", data.get("feature_map")) != data.get("feature_map"):
         data.pop("feature_map_options", None)
+    of_blocks: dict[Any, dict[str, Any]] = {}
     for key, value in values.items():
-        where[key] = "an override"
         head, *path = key.split(".")
+        if head == LAYERS and path:
+            name = _block_named(data.get(LAYERS), path[0])
+            where[".".join((LAYERS, str(name), *path[1:]))] = "an override"
+            of_blocks.setdefault(name, {})[".".join(path[1:])] = value
+            continue
+        where[key] = "an override"
         if path and head in (*OPTIONS, *SECTIONS):
             data[head] = _put(data.get(head, [] if head == "train" else {}), path, value, key)
         else:
             data[key] = value
+    for name, changes in of_blocks.items():
+        blocks = data[LAYERS] if isinstance(data.get(LAYERS), Mapping) else {}
+        block = changes.pop("", blocks.get(name, {}))  # the whole block was given
+        if changes:
+            block = _changed(dict(block) if isinstance(block, Mapping) else {}, changes, {})
+        data[LAYERS] = {**blocks, name: block}
     return data
+
+
+def layer_numbers(text: str) -> list[int] | None:
+    """The layers that a key of `layers` names, in its order: "2-4, 9" is [2, 3, 4, 9]. None if it names none."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            return None
+        numbers += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return numbers
+
+
+def _block_named(blocks: Any, name: str) -> Any:
+    """The key of `blocks` that names the layers that `name` does, or `name` itself."""
+    numbers = layer_numbers(name)
+    for key in blocks if isinstance(blocks, Mapping) and numbers is not None else ():
+        if sorted(layer_numbers(str(key)) or ()) == sorted(numbers or ()):
+            return key
+    return name
 
 
 def _put(old: Any, path: list[str], value: Any, key: str) -> Any:
@@ -135,11 +174,16 @@ def _belongs(key: str, mixer: Entry | None) -> bool:
     return key not in MIXER_KEYS or mixer is None or key in mixer.options
 
 
+def _names_file(key: str, value: str) -> bool:
+    """Whether it is `keep_softmax=@FILE`; YAML has no use for an @."""
+    return key == "keep_softmax" and value.startswith(FROM_FILE)
+
+
 def _typed(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        typed = (value or None) if key in PLACES else yaml.safe_load(value)
+        typed = (value or None) if key in PLACES or _names_file(key, value) else yaml.safe_load(value)
     except (yaml.YAMLError, ValueError):
         raise UsageError(f"the value of {key} is not valid YAML: {value!r}", "Quote it") from None
     # In a section null can be an answer: `train.1.clip=null`.

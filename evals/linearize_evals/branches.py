@@ -181,7 +181,7 @@ def _linear_branch(run: Mapping[str, Any], results: Results) -> str:
     if change > 0:
         return f"the linear branch lowers the loss, but mends no answer: {scores}. Train it longer."
     return (
-        f"the linear branch does nothing that can be seen: {scores}. Whatever is recalled comes from "
-        f"{'the window' if window_of(results) else 'the window or from softmax layers'}: train with a smaller window, "
+        f"the linear branch does nothing that can be seen: {scores}. Whatever is recalled comes from the window"
+        f"{'' if window_of(results) else ' or from layers without one'}: train with a smaller window, "
         "or drop the window at times, so that the branch has to learn."
     )

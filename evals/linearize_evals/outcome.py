@@ -77,8 +77,16 @@ def _facts(name: str, report: Mapping[str, Any], facts: Mapping[str, Any], *, ow
 
 def _window(rows: Sequence[Mapping[str, Any]]) -> int | None:
     """The window beyond which only linear branches reach: of a model whose layers all have one, and the same."""
-    windows = {(row["mixer"] or {}).get("window") for row in rows}
+    windows = {_reach(row["mixer"]) for row in rows}
     return windows.pop() if len(windows) == 1 else None
+
+
+def _reach(mixer: Mapping[str, Any] | None) -> int | None:
+    """The window of a layer's mixer; None without one, and where the mixer that it stands over has a wider one."""
+    if not mixer or not mixer.get("window"):
+        return None
+    inner = mixer.get("over_options", {}).get("window") or 0
+    return mixer["window"] if inner <= mixer["window"] and mixer.get("over") != "length_switch" else None
 
 
 def _mixers(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -137,13 +137,22 @@ class LinearStateLayer(CacheLayerMixin):
         return {name: x.clone() for name, x in self.state.items()}
 
     def commit(self, state: State, length: int, replay: Callable[[Any, int], State | None]) -> None:
-        """Take the state after `length` new tokens; `replay(before, n)` gives the one after the first n of them."""
+        """Take the state after `length` new tokens; `replay(before, n)` gives the one after the first n of them.
+
+        Raises:
+            RuntimeError: the state has grown, and the cache is static.
+        """
         if self.record_past:
             before = None if self.state is None else {name: x.clone() for name, x in self.state.items()}
             self._log.append((before if self.is_static else self.state, length, replay))
         if self.is_static and self.state is not None and not torch.is_grad_enabled():
             # A compiled decode step of a static cache expects its tensors to stay where they are.
             for name, x in state.items():
+                if x.shape != self.state[name].shape:
+                    raise RuntimeError(
+                        f"a static cache can't hold the state of a mixer that grows ('{name}' has become "
+                        f"{tuple(x.shape)}): pass a DynamicCache, or leave cache_implementation out"
+                    )
                 if x is not self.state[name]:
                     self.state[name].copy_(x)
         else:

@@ -110,6 +110,9 @@ def test_bad_recipes(write, text, said):
         ("every:4", "every:4"),
         ("25%", "25%"),
         ("12.5%", "12.5%"),
+        ("auto:25%", "auto:25%"),
+        ("auto:3", "auto:3"),
+        ('"@my selection.json"', "@my selection.json"),
     ],
 )
 def test_keep_softmax_forms(write, text, normal):
@@ -124,8 +127,13 @@ def test_keep_softmax_refuses(write, text):
     assert "keep_softmax" in problem(write(f"keep_softmax: {text}\n"))
 
 
-def test_keep_softmax_auto_says_that_it_is_not_there_yet(write):
-    assert "'auto' is not available in this version" in problem(write("keep_softmax: auto\n"))
+@pytest.mark.parametrize("text", ["auto", "auto:0", "auto:100%", "auto:every:4", '"@"'])
+def test_keep_softmax_auto_needs_a_budget(write, text):
+    assert "auto:25% or @selection.json" in problem(write(f"keep_softmax: {text}\n"))
+
+
+def test_a_file_of_layers_needs_no_quotes_where_nothing_else_is_yaml():
+    assert load_recipe(None, {"keep_softmax": "@a: b.json"}).keep_softmax == "@a: b.json"
 
 
 def test_overrides_are_typed_as_yaml_and_may_be_dotted():
