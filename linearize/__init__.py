@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from linearize.modeling.bypass import ablate, branches, bypass
     from linearize.pipeline import run
     from linearize.recipe import Recipe, load_recipe
+    from linearize.selection import select
     from linearize.training.session import train
     from linearize.verification import verify
 
@@ -40,6 +41,7 @@ _PUBLIC = {
     "register_feature_map": "linearize.mixers.registry",
     "register_mixer": "linearize.mixers.registry",
     "run": "linearize.pipeline",
+    "select": "linearize.selection",
     "train": "linearize.training.session",
     "verify": "linearize.verification",
 }
@@ -60,6 +62,7 @@ __all__ = [
     "register_feature_map",
     "register_mixer",
     "run",
+    "select",
     "train",
     "verify",
 ]

@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 from linearize.bench_commands import bench
 from linearize.grammar import (
-    asked_recipe,
+    RECIPE_KEYS,
     common_options,
     emit,
     import_option,
     import_plugins,
     note,
     quiet_stdout,
-    set_option,
+    recipe_of,
+    recipe_options,
 )
 from linearize.recipe_commands import recipes
+from linearize.select_commands import select
 from linearize.training_commands import run, train
-
-RECIPE_KEYS = ("recipe", "sets", "mixer", "feature_map", "window", "sinks", "keep_softmax")
-
-
-def _recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(
-        [
-            click.option("--recipe", metavar="FILE|NAME", help="A recipe (default: `default`)."),
-            click.option("--mixer", metavar="NAME", help="What replaces attention: window, linear."),
-            click.option("--feature-map", metavar="NAME", help="hedgehog, elu1, relu, t2r, favor, taylor."),
-            click.option("--window", type=int, metavar="N", help="Newest tokens under exact softmax."),
-            click.option("--sinks", type=int, metavar="N", help="First tokens that stay exact."),
-            click.option("--keep-softmax", metavar="SPEC", help="Layers to leave: none, 0,7,15, every:4, 25%."),
-            set_option,
-            import_option,
-            click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model."),
-        ]
-    ):
-        function = option(function)
-    return function
-
-
-def _recipe(options: dict[str, Any]) -> Any:
-    """The checked recipe that a command's options ask for. No model is touched before this."""
-    import_plugins(options["plugins"])
-    typed = {key: (f"--{key.replace('_', '-')}", options[key]) for key in RECIPE_KEYS[2:]}
-    return asked_recipe(options["recipe"], options["sets"], typed)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -59,7 +33,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("model")
 @click.option("-o", "--out", required=True, metavar="OUT", help="Folder to write.")
-@_recipe_options
+@recipe_options()
 @click.option("--dtype", metavar="DTYPE", help="Stored dtype of a GGUF model: float32, bfloat16, float16.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -70,7 +44,7 @@ def convert(model: str, out: str, dry_run: bool, force: bool, as_json: bool, **o
     No weight is changed: they are linked or copied, and the mixers' tensors are added. OUT appears whole or
     not at all.
     """
-    recipe = _recipe(options)
+    recipe = recipe_of(options)
     from linearize import console
     from linearize.conversion import convert
 
@@ -104,12 +78,12 @@ def _replaced(out: str) -> dict[str, int] | None:
 
 @cli.command()
 @click.argument("model")
-@_recipe_options
+@recipe_options()
 @common_options
 def inspect(model: str, as_json: bool, **options: Any) -> None:
     """Say what MODEL is and what each layer would become (or became). No weight is read."""
     asked = any(options[key] not in (None, ()) for key in RECIPE_KEYS)
-    recipe = _recipe(options) if asked else import_plugins(options["plugins"])
+    recipe = recipe_of(options) if asked else import_plugins(options["plugins"])
     from linearize import console
     from linearize.inspection import inspect
 
@@ -202,5 +176,5 @@ def doctor(plugins: tuple[str, ...], as_json: bool) -> None:
     emit(report, as_json, print_report)
 
 
-for command in (train, run, recipes, bench):
+for command in (train, run, recipes, bench, select):
     cli.add_command(command)

@@ -17,6 +17,7 @@ from linearize.digest import Meter, Progress
 from linearize.errors import ModelError, ResourceError, UsageError
 from linearize.family import without_how_to_compute
 from linearize.headers import build_header
+from linearize.keep_softmax import AUTO
 from linearize.plan import (
     MIXER_SHARD,
     REMOTE_CODE,
@@ -27,6 +28,7 @@ from linearize.plan import (
     make_plan,
     mixer_tensor,
 )
+from linearize.selection_file import IN_MODEL, because, is_auto, read_selection, selection_of, with_chosen
 from linearize.sink import Stage, disk_errors
 from linearize.source import Source, resolve
 from linearize.target import Destination, check_target, survey
@@ -79,9 +81,8 @@ def convert(
 ) -> Result:
     """Convert a model to the mixers that `recipe` names, into the folder `out`.
 
-    A file operation: the weights are hard-linked (or copied) as they are, and one small file of mixer tensors
-        is
-    added. `out` appears whole or not at all.
+    A file operation: the weights are hard-linked (or copied) as they are, and one small file of mixer tensors is
+    added. `out` appears whole or not at all. With keep_softmax `auto:BUDGET`, `select` runs the model first.
 
     Args:
         model: local folder, Hub id, or GGUF file.
@@ -101,6 +102,8 @@ def convert(
 
     start = time.monotonic()
     settings = load_recipe(recipe, overrides or {})  # first: a typo is found before anything is downloaded
+    if (selection_file := selection_of(settings)) is not None:
+        read_selection(selection_file)
     destination = survey(out)
     source = resolve(model, revision=revision)
     if dtype is not None and not source.gguf:
@@ -115,18 +118,39 @@ def convert(
     _check_memory(plan)
     if dry_run:
         return Result(plan, destination.path, time.monotonic() - start, {})
+    selection = _measured(plan, revision, progress) if is_auto(plan.recipe) else None
+    if selection is not None:
+        chosen = because(selection, IN_MODEL)
+        plan = make_plan(source, with_chosen(plan.recipe, selection), destination, chosen=chosen)
     with _terminable():
-        plan, files, notes = _carry_out(plan, destination, force=force, dtype=dtype, progress=progress)
+        plan, files, notes = _carry_out(plan, selection, destination, force=force, dtype=dtype, progress=progress)
     return Result(plan, destination.path, time.monotonic() - start, files, tuple(notes))
 
 
+def _measured(plan: Plan, revision: str | None, progress: Progress | None) -> dict[str, Any]:
+    """The selection for `keep_softmax: auto:BUDGET`, without what isn't the same each time."""
+    from linearize.selection import select
+
+    budget = str(plan.recipe.keep_softmax).removeprefix(AUTO)
+    selection = select(plan.source.name, budget, recipe=plan.recipe, revision=revision, progress=progress)
+    return {key: value for key, value in selection.items() if key != "seconds"}
+
+
 def _carry_out(
-    plan: Plan, destination: Destination, *, force: bool, dtype: str | None, progress: Progress | None
+    plan: Plan,
+    selection: Mapping[str, Any] | None,
+    destination: Destination,
+    *,
+    force: bool,
+    dtype: str | None,
+    progress: Progress | None,
 ) -> tuple[Plan, dict[str, tuple[int, str]], list[str]]:
     stage = Stage(destination.path, force=force, progress=progress)
     try:
         clean = _dequantised(plan, destination, stage.scratch(), dtype) if plan.source.gguf else plan
         notes = _fill(stage, clean, progress)
+        if selection is not None:
+            stage.write(IN_MODEL, to_json(selection))
         notes += stage.publish()
     except BaseException:
         stage.abandon()
@@ -141,7 +165,7 @@ def _dequantised(plan: Plan, destination: Destination, scratch: Path, dtype: str
 
     with disk_errors(scratch):
         source = dequantise(plan.source, scratch, dtype)
-    return make_plan(source, plan.recipe, destination)
+    return make_plan(source, plan.recipe, destination, chosen=plan.chosen)
 
 
 def _fill(stage: Stage, plan: Plan, progress: Progress | None) -> list[str]:

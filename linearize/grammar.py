@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from linearize.recipe import Recipe
 
 
+RECIPE_KEYS = ("recipe", "sets", "mixer", "feature_map", "window", "sinks", "keep_softmax")
+
+
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that every command has."""
     function = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(function)
@@ -32,6 +35,37 @@ def set_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def import_option(function: Callable[..., Any]) -> Callable[..., Any]:
     help = "Your own mixers or maps."
     return click.option("--import", "plugins", multiple=True, metavar="MODULE", help=help)(function)
+
+
+def recipe_options(keeps: bool = True) -> Callable[..., Any]:
+    """The options that say what a model is converted to; `keeps`: which layers stay, too."""
+    options = [
+        click.option("--recipe", metavar="FILE|NAME", help="A recipe (default: `default`)."),
+        click.option("--mixer", metavar="NAME", help="What replaces attention: window, linear."),
+        click.option("--feature-map", metavar="NAME", help="hedgehog, elu1, relu, t2r, favor, taylor."),
+        click.option("--window", type=int, metavar="N", help="Newest tokens under exact softmax."),
+        click.option("--sinks", type=int, metavar="N", help="First tokens that stay exact."),
+        set_option,
+        import_option,
+        click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model."),
+    ]
+    if keeps:
+        help = "Layers to leave: none, 0,7,15, every:4, 25%, auto:25%, @selection.json."
+        options.insert(5, click.option("--keep-softmax", metavar="SPEC", help=help))
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def recipe_of(options: Mapping[str, Any]) -> Recipe:
+    """The checked recipe that a command's options ask for. No model is touched before this."""
+    import_plugins(options["plugins"])
+    typed = {key: (f"--{key.replace('_', '-')}", options.get(key)) for key in RECIPE_KEYS[2:]}
+    return asked_recipe(options["recipe"], options["sets"], typed)
 
 
 def asked_recipe(ref: str | None, sets: tuple[str, ...], typed: Mapping[str, tuple[str, Any]] = {}) -> Recipe:

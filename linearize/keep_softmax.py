@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from linearize.errors import UsageError
 
-FORMS = "none, a list of layers such as 0,7,15, every:4 or 25%"
+FORMS = "none, a list of layers such as 0,7,15, every:4, 25%, auto:25% or @selection.json"
+AUTO, FROM_FILE = "auto:", "@"  # what these begin is settled by `linearize.selection_file`, once the model is known
+PERCENT = r"(\d{1,3}(?:\.\d{1,9})?)%"
 
 
 def kept_layers(spec: str | int | Sequence[int], convertible: Sequence[int], with_attention: Sequence[int]) -> set[int]:
@@ -15,8 +17,8 @@ def kept_layers(spec: str | int | Sequence[int], convertible: Sequence[int], wit
 
     Args:
         spec: "none"; layer indices ("0,7,15" or [0, 7, 15]); "every:4", which is positions 0, 4, 8... among
-            the convertible layers; or "25%", that share of the convertible layers, evenly spread, the first
-            one first.
+            the convertible layers; "25%", that share of the convertible layers, evenly spread, the first
+            one first; or "auto:25%" or "auto:3", whose layers aren't known yet: as many, evenly spread, stand in.
         convertible: indices of the layers that would be converted, ascending.
         with_attention: indices of all layers that have attention: the ones that a list may name.
 
@@ -27,11 +29,11 @@ def kept_layers(spec: str | int | Sequence[int], convertible: Sequence[int], wit
         text = spec.strip()
         if text == "none":
             return set()
-        if text == "auto":
-            raise UsageError("keep_softmax 'auto' is not available in this version", f"Write {FORMS}")
+        if text.startswith(AUTO):
+            return spread(budget_count(text.removeprefix(AUTO), len(convertible)), convertible)
         if match := re.fullmatch(r"every:([1-9]\d{0,8})", text):
             return set(convertible[:: int(match[1])])
-        if match := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", text):
+        if match := re.fullmatch(PERCENT, text):
             return _share(float(match[1]), convertible)
         if not re.fullmatch(r"\d{1,9}(\s*,\s*\d{1,9})*", text):
             raise UsageError(f"keep_softmax can't be '{spec}'", f"Write {FORMS}")
@@ -50,10 +52,41 @@ def kept_layers(spec: str | int | Sequence[int], convertible: Sequence[int], wit
 def _share(percent: float, convertible: Sequence[int]) -> set[int]:
     if percent > 100:
         raise UsageError(f"keep_softmax can't be '{percent:g}%'", "Write at most 100%")
-    count = int(percent * len(convertible) / 100 + 0.5)
-    if percent > 0 and convertible:
-        count = max(count, 1)
-    return {convertible[i * len(convertible) // count] for i in range(count)}
+    return spread(_rounded(percent, len(convertible)), convertible)
+
+
+def _rounded(percent: float, layers: int) -> int:
+    count = int(percent * layers / 100 + 0.5)
+    return max(count, 1) if percent > 0 and layers else count
+
+
+def spread(count: int, layers: Sequence[int]) -> set[int]:
+    """`count` of the `layers`, evenly spread, the first one first."""
+    return {layers[i * len(layers) // count] for i in range(count)}
+
+
+def is_budget(text: str) -> bool:
+    """Whether `text` is a share of the layers such as "25%", or a number of them."""
+    percent = re.fullmatch(PERCENT, text)
+    return 0 < float(percent[1]) < 100 if percent else bool(re.fullmatch(r"[1-9]\d{0,8}", text))
+
+
+def budget_count(budget: str, layers: int) -> int:
+    """How many of the convertible `layers` a budget keeps: "25%" of them, rounded, at least one; or "3".
+
+    Raises:
+        UsageError: it is neither, or leaves no layer to convert.
+    """
+    if not is_budget(budget):
+        raise UsageError(f"the budget can't be '{budget}'", "Write a share of the layers such as 25%, or a number")
+    count = _rounded(float(budget[:-1]), layers) if budget.endswith("%") else int(budget)
+    if count >= layers:
+        raise UsageError(
+            f"a budget of {budget} keeps {count} of the model's {layers} convertible layers as softmax, "
+            "so nothing is left to convert",
+            f"Keep at most {layers - 1}" if layers > 1 else "Convert it without keep_softmax",
+        )
+    return count
 
 
 def ranges(numbers: Sequence[int]) -> str:

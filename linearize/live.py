@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.errors import ModelError, first_line
+from linearize.errors import ModelError, UsageError, first_line
 from linearize.source import resolve
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def linearize_(
     from linearize.modeling.probe import probe
     from linearize.plan import plan_layers
     from linearize.recipe import load_recipe
+    from linearize.selection_file import is_auto, settled
 
     config: Any = model.config
     if is_linearized(config.model_type):
@@ -45,8 +46,14 @@ def linearize_(
         raise ModelError(f"{type(model).__name__} isn't the causal language model of '{config.model_type}'")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError("this model has weights on the meta device or offloaded", "Load it whole, or use convert")
+    settings, chosen = settled(settings, probed)
+    if is_auto(settings):
+        raise UsageError(
+            f"keep_softmax: {settings.keep_softmax} has to measure the model, which needs it on disk",
+            'Choose first, with `linearize select MODEL -o selection.json`, then give keep_softmax="@selection.json"',
+        )
     config = _own_config(model)
-    block = block_for(probed.base_model_type, plan_layers(probed, settings), settings.conversion())
+    block = block_for(probed.base_model_type, plan_layers(probed, settings, chosen), settings.conversion())
     config_class, model_class = classes_for(probed.base_model_type)
     attach(model, block)
     model.__class__ = model_class

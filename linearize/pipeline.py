@@ -15,6 +15,7 @@ from linearize.checkpoint import read_json
 from linearize.digest import sha256_of
 from linearize.ledger import RUN, Ledger, digest, of_checkpoint, of_files, of_path, versions
 from linearize.preflight import CONVERTED, preflight, teachers
+from linearize.selection_file import selection_of
 from linearize.sink import disk_errors
 from linearize.source import local_path
 from linearize.swap import Lock
@@ -177,6 +178,9 @@ class _Run:
             "model's files": of_path(local_path(name), content=False),
             "versions": versions(CONVERT_NEEDS),
         }
+        selection = selection_of(self.recipe)
+        if selection is not None:
+            inputs["selection"] = of_path(selection)
 
         def make(goes_on: bool) -> None:
             result = convert(name, out, recipe=self.recipe, force=True, progress=self.progress)

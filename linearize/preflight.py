@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.errors import UsageError
 from linearize.ledger import Ledger, of_path
+from linearize.selection_file import read_selection, selection_of
 from linearize.source import local_path
 from linearize.target import check_target, survey
 from linearize.training.schema import SELF
@@ -28,8 +29,8 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None 
         device: what it was asked to train and judge on.
 
     Raises:
-        UsageError: the recipe lacks what a run needs, its tasks or options don't fit, a package is missing, there is no
-            such device, or `folder` belongs to something else.
+        UsageError: the recipe lacks what a run needs, its tasks, options or selection don't fit, a package is missing,
+            there is no such device, or `folder` belongs to something else.
         ModelError: a model that the recipe names is a path where nothing is.
         NetworkError: a data set can't be loaded.
     """
@@ -41,6 +42,9 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None 
     place = local_path(recipe.model)
     if place is not None:
         check_target(survey(folder / CONVERTED), place, force=True)
+    selection = selection_of(recipe)
+    if selection is not None:
+        read_selection(selection)
     for name in teachers(recipe):
         local_path(name)
     _check_evaluation(recipe, ledger)

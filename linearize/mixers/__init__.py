@@ -44,8 +44,9 @@ def build_mixer(spec: dict[str, Any], shape: AttentionShape, *, layer: int, seed
     name = options.pop("name")
     entry = lookup(MIXERS, "mixer", name)
     options = check_options("mixer", name, entry, options)
-    # 1_000_003 is a prime far above any layer count: no two (seed, layer) pairs of a model share a stream.
-    generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + layer)
+    # 1_000_003 is a prime far above any layer count: no two (seed, layer) pairs of a model share a stream. torch takes
+    # 63 bits.
+    generator = torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + layer) % 2**63)
     return entry.load()(shape, generator=generator, **options)
 
 

@@ -50,7 +50,7 @@ class DeltaNetMixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv); all as in `LinearMixer`."""
-        x = parts.hidden_input(hidden_states, accumulate_dtype(q))
+        x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
         out, state = _recur(q, k, v, self.beta(x), None, **call)
         gate = None if self.gate is None else self.gate(x)
         return parts.finish(parts.rms_norm(out), self.out_scale, gate, v.dtype), state
@@ -91,7 +91,7 @@ class GatedDeltaNetMixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, State | None]:
         """As in `DeltaNetMixer`."""
-        x = parts.hidden_input(hidden_states, accumulate_dtype(q))
+        x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
         _, log_decay = self.decay(x)
         out, state = _recur(q, k, v, self.beta(x), log_decay, **call)
         gate = None if self.gate is None else self.gate(x)

@@ -54,7 +54,7 @@ class RetNetMixer(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv); all as in `LinearMixer`."""
         dtype = accumulate_dtype(q)
-        gate = None if self.gate is None else self.gate(parts.hidden_input(hidden_states, dtype))
+        gate = None if self.gate is None else self.gate(parts.hidden_input(hidden_states, dtype, call.get("mask")))
         out, state = _recur(q, k, v, self.decay(dtype), self.shape.scaling, **call)
         return parts.finish(parts.rms_norm(out), self.out_scale, gate, v.dtype), state
 
@@ -92,7 +92,7 @@ class GLAMixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, State | None]:
         """As in `RetNetMixer`."""
-        x = parts.hidden_input(hidden_states, accumulate_dtype(q))
+        x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
         out, state = _recur(q, k, v, self.decay(x), self.shape.scaling, **call)
         gate = None if self.gate is None else self.gate(x)
         return parts.finish(parts.rms_norm(out), self.out_scale, gate, v.dtype), state
@@ -136,10 +136,10 @@ class Mamba2Mixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, State | None]:
         """As in `RetNetMixer`."""
-        x = parts.hidden_input(hidden_states, accumulate_dtype(q))
+        x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
         step, log_decay = self.decay(x)
         out, state = _recur(q, step[..., None] * k, v, log_decay, self.shape.scaling, **call)
-        out = out + _skip(v, self.skip)
+        out = out + _skip(v, self.skip, call.get("mask"))
         out = out if self.gate is None else out * self.gate(x)
         return parts.finish(parts.rms_norm(out), self.out_scale, None, v.dtype), state
 
@@ -181,11 +181,11 @@ class MambaMixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, State | None]:
         """As in `RetNetMixer`."""
-        x = parts.hidden_input(hidden_states, accumulate_dtype(q))
+        x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
         step, log_decay = self.decay(x)
         out, state = _recur(q, step[..., None] * k, v, log_decay, self.shape.scaling, **call)
         gate = None if self.gate is None else self.gate(x)
-        return parts.finish(out + _skip(v, self.skip), self.out_scale, gate, v.dtype), state
+        return parts.finish(out + _skip(v, self.skip, call.get("mask")), self.out_scale, gate, v.dtype), state
 
 
 def _recur(
@@ -212,7 +212,8 @@ def _recur(
     return out, after._asdict() if return_state else None
 
 
-def _skip(v: Tensor, skip: Tensor) -> Tensor:
-    """skip_h v_t, (B, T, H, Dv) for v (B, T, Hk, Dv) and skip (H,)."""
+def _skip(v: Tensor, skip: Tensor, mask: Tensor | None) -> Tensor:
+    """skip_h v_t, (B, T, H, Dv) for v (B, T, Hk, Dv) and skip (H,); 0 at masked tokens."""
+    v = parts.without_padding(v, mask)
     by_group = skip.to(accumulate_dtype(v)).view(v.shape[2], -1, 1)
     return (v[:, :, :, None] * by_group).flatten(2, 3)

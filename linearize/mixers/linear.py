@@ -75,6 +75,14 @@ def plain_features(
     return phi_q.phi, phi_k.phi, seen
 
 
+def with_gradients(out: Tensor, feature_map: nn.Module) -> Tensor:
+    """`out` for a forward in which the map played no part: its gradients are then 0 rather than absent, which
+    data-parallel training needs."""
+    # Offloaded weights are on meta by now, and aren't trained.
+    trained = [p for p in feature_map.parameters() if p.requires_grad and not p.is_meta]
+    return out + sum(0 * p.sum() for p in trained) if trained and torch.is_grad_enabled() else out
+
+
 def linear_sums(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, before: LinearState | None, *, in_place: bool = False, **options: Any
 ) -> tuple[Tensor, LinearState]:

@@ -154,11 +154,19 @@ def ones(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape, dtype=torch.float32))
 
 
-def hidden_input(hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(B, T, hidden) in `dtype`; raises ValueError if there is none."""
+def hidden_input(hidden_states: Tensor | None, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+    """(B, T, hidden) in `dtype`, 0 where the mask (B, T) is False; raises ValueError if there is none.
+
+    Anything may stand in padding. A NaN there would reach the gradients of all gates, though their outputs are masked.
+    """
     if hidden_states is None:
         raise ValueError("this mixer's gates read the hidden input of the attention module: pass hidden_states")
-    return hidden_states.to(dtype)
+    return without_padding(hidden_states, mask).to(dtype)
+
+
+def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, T, ...) with zeros where the mask (B, T) is False."""
+    return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0)
 
 
 def rms_norm(x: Tensor) -> Tensor:

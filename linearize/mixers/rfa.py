@@ -27,8 +27,8 @@ class RFAMixer(nn.Module):
         phi(x) = [sin(Wx), cos(Wx)] / sqrt(m)    x of length sqrt(tau), rows of W (m, D) from N(0, I)
         E[phi(q) . phi(k)] = exp(-|q - k|^2 / 2) = exp(tau q.k / (|q| |k|)) exp(-tau)
 
-    The constant cancels in o_t = phi(q_t) S_t / phi(q_t) z_t. tau is one of a key/value head, since both sides have to
-    have it: the geometric mean of what `log_tau` (H,) says for its query heads.
+    The constant cancels in o_t = phi(q_t) S_t / phi(q_t) z_t. tau = exp(log_tau) is one of a key/value head, (Hk,),
+    since both sides have to have it.
 
     An estimate of a positive kernel that is made of sines and cosines can be 0 or negative, and so can the denominator
     be. It is held at `guard` times the number of keys or above: features have length 1, so that this is a floor under
@@ -61,7 +61,7 @@ class RFAMixer(nn.Module):
         if not 0 < guard <= 1:
             raise UsageError(f"mixer 'rfa' can't have guard={guard}", "Use a number above 0, and at most 1")
         self.shape, self.orthogonal, self.guard = shape, orthogonal, guard
-        self.log_tau = parts.zeros(shape.num_heads)
+        self.log_tau = parts.zeros(shape.num_key_value_heads)
         self.register_buffer("omega", gaussian_rows(features // 2, shape.head_dim, orthogonal, generator))
         self.gate = parts.Full(shape.hidden_size, (shape.num_key_value_heads,)) if gate else None
         if gate:
@@ -102,14 +102,13 @@ class RFAMixer(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally; as `LinearMixer`. A gate
         needs hidden_states (B, T, hidden)."""
-        dtype, kv_heads = accumulate_dtype(q), k.shape[2]
-        group = q.shape[2] // kv_heads
-        log_tau = self.log_tau.to(dtype).view(kv_heads, group).mean(1)
+        dtype, group = accumulate_dtype(q), q.shape[2] // k.shape[2]
+        log_tau = self.log_tau.to(dtype)
         phi_q = self.features(q.to(dtype), log_tau.repeat_interleave(group))
         phi_k = self.features(k.to(dtype), log_tau)
         log_gate, steps = None, torch.ones_like(phi_k[..., 0])
         if self.gate is not None:
-            pre = self.gate(parts.hidden_input(hidden_states, dtype)) + self.gate_bias.to(dtype)
+            pre = self.gate(parts.hidden_input(hidden_states, dtype, mask)) + self.gate_bias.to(dtype)
             log_gate = F.logsigmoid(pre)
             phi_k, steps = phi_k * torch.sigmoid(-pre)[..., None], -log_gate
         steps = steps if mask is None else steps.masked_fill(~mask[..., None], 0)
@@ -133,11 +132,11 @@ class RFAMixer(nn.Module):
 
 def _running(steps: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sums of steps (B, T, Hk) up to each token of a sequence, on top of `before` (B, Hk), and at its end."""
-    total = steps.cumsum(1)
     if cu_seqlens is None:
-        total = total if before is None else total + before[:, None]
-        return total, total[:, -1]
-    total = F.pad(total[0], (0, 0, 1, 0))
+        first = steps.new_zeros(steps.shape[0], 1, steps.shape[2]) if before is None else before[:, None]
+        total = torch.cat([first, steps], 1).cumsum(1)
+        return total[:, 1:], total[:, -1]
+    total = F.pad(steps[0].cumsum(0), (0, 0, 1, 0))
     bounds = cu_seqlens.to(total.device)
     starts = sequence_starts(cu_seqlens, steps.shape[1], total.device)
     return (total[1:] - total[starts])[None], total[bounds[1:]] - total[bounds[:-1]]

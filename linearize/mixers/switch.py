@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linearize.errors import UsageError
-from linearize.mixers.linear import LinearMixer, State, steps_in_place
+from linearize.mixers.linear import LinearMixer, State, steps_in_place, with_gradients
 from linearize.mixers.positions import sequence_starts
 from linearize.mixers.registry import AttentionShape
 
@@ -88,7 +88,7 @@ class LengthSwitchMixer(nn.Module):
         else:
             exact, after = self._first_tokens(q, k, v, mask, first)
         if state is None and not return_state and q.shape[1] <= self.length:
-            return self._with_gradients(exact), None
+            return with_gradients(exact, self.linear), None
         linear, sums = self.linear(q, k, v, mask=mask, cu_seqlens=cu_seqlens, state=sums, return_state=return_state)
         out = torch.where(self._short(q, mask, cu_seqlens, first)[..., None, None], exact, linear)
         if sums is None:
@@ -114,7 +114,7 @@ class LengthSwitchMixer(nn.Module):
         Only these are computed: they are moved to the front of their row, behind those of the state.
         """
         (batch, length), limit = q.shape[:2], self.length
-        if state is not None and _all_past(state, limit):
+        if state is not None and (not length or _all_past(state, limit)):
             return _unread(q, v), state._replace(count=state.count + (length if mask is None else mask.sum(1)))
         n, real, place = min(length, limit), None, None
         number = state.count if state is not None else torch.zeros(batch, dtype=torch.int64, device=q.device)
@@ -168,12 +168,6 @@ class LengthSwitchMixer(nn.Module):
             count.new_zeros(batch, 0),
             count % limit,
         )
-
-    def _with_gradients(self, out: Tensor) -> Tensor:
-        """`out`, with gradients of 0 for the feature map, which plays no part: data-parallel training needs them."""
-        # Offloaded weights are on meta, and aren't trained.
-        trained = [p for p in self.linear.parameters() if p.requires_grad and not p.is_meta]
-        return out + sum(0 * p.sum() for p in trained) if trained and torch.is_grad_enabled() else out
 
 
 def _nothing(x: Tensor) -> Tensor:

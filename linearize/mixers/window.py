@@ -12,7 +12,7 @@ import torch
 from linearize_kernels import WindowState, accumulate_dtype, window_attention, window_attention_step
 from torch import Tensor, nn
 
-from linearize.mixers.linear import State, build_feature_map, steps_in_place
+from linearize.mixers.linear import State, build_feature_map, steps_in_place, with_gradients
 from linearize.mixers.positions import slots
 from linearize.mixers.registry import AttentionShape
 
@@ -105,12 +105,7 @@ class WindowMixer(nn.Module):
             **options,
         )
         out, after = result if return_state else (result, None)
-        # Offloaded weights are on meta by now, and aren't trained.
-        trained = [p for p in self.feature_map.parameters() if p.requires_grad and not p.is_meta]
-        if trained and torch.is_grad_enabled():
-            # While no key has left the window, the map plays no part. Its gradients are then 0 rather than absent,
-            # which data-parallel training needs.
-            out = out + sum(0 * p.sum() for p in trained)
+        out = with_gradients(out, self.feature_map)  # while no key has left the window, the map plays no part
         return out, None if after is None else {**after._asdict(), **seen}
 
     def _leaving_keys(

@@ -35,13 +35,17 @@ class Switch:
     Attributes:
         softmax: the attention implementation that the model had.
         configs: the config that each converted attention module had, by the module's name.
+        layers: the number of its decoder layer, by the same name.
+        kept: the layers that run softmax attention while the others run their mixers (see `keeping`).
         body: the name of the decoder, whose output the head takes ("" if that is the model itself).
         observer: called in each converted layer, whose softmax attention runs then (see `observe`).
     """
 
     softmax: str | None
     configs: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, int] = field(default_factory=dict)
     bypassed: bool = False
+    kept: frozenset[int] = frozenset()
     body: str = ""
     observer: Callable[..., None] | None = None
 
@@ -75,10 +79,11 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
                 raise error.in_checkpoint() from None
         module.add_module("linearize", mixer)
         switch.configs[layer["module"]] = module.config
+        switch.layers[layer["module"]] = layer["layer"]
         private: Any = copy.copy(module.config)
         private._attn_implementation_internal = attention.IMPLEMENTATION
         module.config = private
-        module.register_forward_pre_hook(_AttentionHook(module, switch), with_kwargs=True)
+        module.register_forward_pre_hook(_AttentionHook(module, switch, layer["layer"]), with_kwargs=True)
     body = find_body(model, [layer["module"] for layer in converted])
     switch.body = next(name for name, module in modules.items() if module is body)
     hook = _BodyHook(body, switch)
@@ -130,13 +135,14 @@ class _Arguments:
 class _AttentionHook:
     """Before a converted attention module runs: its hidden states and its cache slot, for the attention function."""
 
-    def __init__(self, module: nn.Module, switch: Switch) -> None:
+    def __init__(self, module: nn.Module, switch: Switch, layer: int) -> None:
         self.arguments = _Arguments(module)
         self.switch = switch
+        self.layer = layer
 
     def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         context = forward_context.current()
-        if context is None or self.switch.bypassed:
+        if context is None or self.switch.bypassed or self.layer in self.switch.kept:
             return  # the attention function refuses with the reason
         context.hidden_states = self.arguments.get(args, kwargs, *HIDDEN_NAMES)
         if context.hidden_states is None and args:

@@ -1,12 +1,12 @@
-"""Run a converted model without its mixers, or without one branch of them.
+"""Run a converted model without its mixers, without some of them, or without one branch of them.
 
-The teacher of a fresh conversion is the same set of weights with the mixers bypassed, so that no second model has to be
-in memory.
+The teacher of a fresh conversion is the same set of weights with the mixers bypassed, and so is every hybrid of the
+two: no second model has to be in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,22 +38,57 @@ def bypass(model: Any) -> Iterator[Any]:
     Raises:
         UsageError: if the model isn't converted, or is bypassed already.
     """
+    switch = owner_of(model)._linearize_switch
+    with _softmax_in(model, set(switch.configs)):
+        switch.bypassed = True
+        yield model
+
+
+@contextmanager
+def keeping(model: Any, layers: Collection[int]) -> Iterator[Any]:
+    """Within the block, `model` is the hybrid whose converted `layers` run softmax attention, the others their mixers.
+
+    It is what a conversion of the same weights with `keep_softmax: layers` gives; with all converted layers it is the
+    base model, as `bypass` gives it, and with none the model as it is.
+
+    Args:
+        layers: numbers of converted layers; what else the model has runs as it does anyway.
+
+    Raises:
+        UsageError: a layer isn't a converted one; the model isn't converted, or runs in another mode already.
+    """
+    switch = owner_of(model)._linearize_switch
+    wrong = sorted(set(layers) - set(switch.layers.values()))
+    if wrong:
+        raise UsageError(f"layer {wrong[0]} isn't converted, so it has no mixer to set aside")
+    names = {name for name, layer in switch.layers.items() if layer in layers}
+    if names == set(switch.layers):
+        with bypass(model):
+            yield model
+        return
+    with _softmax_in(model, names):
+        switch.kept = frozenset(layers)
+        yield model
+
+
+@contextmanager
+def _softmax_in(model: Any, names: Collection[str]) -> Iterator[None]:
+    """The converted attention modules called `names` run what they ran before, and get its masks."""
     owner = owner_of(model)
     switch = owner._linearize_switch
-    modules = {name: owner.get_submodule(name) for name in switch.configs}
-    if switch.bypassed:
-        raise UsageError("the model is bypassed already")
+    if switch.bypassed or switch.kept or switch.observer is not None:
+        raise UsageError("the model is bypassed or observed already")
+    modules = {name: owner.get_submodule(name) for name in names}
     own = {name: module.config for name, module in modules.items()}
     implementation = owner.config._attn_implementation_internal
     try:
-        switch.bypassed = True
-        if implementation == IMPLEMENTATION:  # no softmax layer was left
+        if names and implementation == IMPLEMENTATION:  # no softmax layer was left, so that no mask would be made
             owner.config._attn_implementation_internal = switch.softmax
         for name, module in modules.items():
             module.config = switch.configs[name]
-        yield model
+        yield
     finally:
-        switch.bypassed = False
+        switch.bypassed, switch.kept = False, frozenset()
         owner.config._attn_implementation_internal = implementation
         for name, module in modules.items():
             module.config = own[name]

@@ -104,13 +104,14 @@ class LinearizedModelMixin(_NoCopiedCode):
             generation_config, model_kwargs, *args, **kwargs
         )
         cache = cache_of(model_kwargs)
-        if cache is not None and not self._linearize_switch.bypassed:  # pyright: ignore[reportAttributeAccessIssue]
+        switch: Any = self._linearize_switch  # pyright: ignore[reportAttributeAccessIssue]
+        if cache is not None and not switch.bypassed:
             # Now rather than at the first forward: recording for assisted decoding is switched on in between.
             mode = args[0] if args else kwargs.get("generation_mode")
             assisted = getattr(mode, "value", "") == "assisted_generation"
             for layer in self.config.linearize["layers"]:  # pyright: ignore[reportAttributeAccessIssue]
                 # With early exit as the assistant, the cache has fewer layers than the model.
-                if layer.get("mixer") and has_slot(cache, layer["layer"]):
+                if layer.get("mixer") and layer["layer"] not in switch.kept and has_slot(cache, layer["layer"]):
                     slot = adopt(cache, layer["layer"])
                     if assisted or getattr(generation_config, "is_assistant", False):
                         slot.activate_past_recording()

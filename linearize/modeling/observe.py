@@ -67,7 +67,7 @@ def observing(model: Any, observer: Observer) -> Iterator[Any]:
     """
     owner = owner_of(model)
     switch = owner._linearize_switch
-    if switch.bypassed or switch.observer is not None:
+    if switch.bypassed or switch.kept or switch.observer is not None:
         raise UsageError("the model is bypassed or observed already")
     implementation = owner.config._attn_implementation_internal
 

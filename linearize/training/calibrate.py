@@ -31,7 +31,8 @@ def calibrate(
     """Set what mixers leave to set, by what softmax attention does on a few batches:
 
     - `mixer.start(distance)` is called first, with how many tokens back each head looks on average, (H,);
-    - `mixer.grid`, a few values for a parameter of each head: that of the least squared error of the head's output;
+    - `mixer.grid`, a few values for a parameter of each head, (H,), or of each key/value head, (Hk,): that of the least
+      squared error of what these heads give;
     - `mixer.scale`, the name of a parameter (H,) or (H, Dv) that multiplies the output: it is multiplied by the factor
       that brings a head's output nearest to softmax attention's, <student, teacher> / <student, student>, and at least
       by a tenth of what makes the two equally large. The grid is then chosen by the error that is left.
@@ -186,13 +187,15 @@ class _Layer:
         factor, after = self._best(None)
         for name, values in self.grid.items():
             factors, errors = (torch.stack(x) for x in zip(*(self._best((name, one)) for one in values), strict=True))
-            least, index = errors.min(0)
-            better = least < after
             parameter = getattr(self.mixer, name)
+            group = len(after) // len(parameter)  # heads that share a value
+            least, index = errors.unflatten(1, (-1, group)).sum(2).min(0)
+            better = least < after.view(-1, group).sum(1)
             chosen = torch.tensor(values, device=errors.device)[index].to(parameter.dtype)
             parameter.copy_(torch.where(better, chosen, parameter))
-            factor = torch.where(better, factors.gather(0, index[None])[0], factor)
-            after = torch.where(better, least, after)
+            better, index = better.repeat_interleave(group), index.repeat_interleave(group)[None]
+            factor = torch.where(better, factors.gather(0, index)[0], factor)
+            after = torch.where(better, errors.gather(0, index)[0], after)
         total = self.square.sum().clamp_min(1e-30)
         report = {
             "error_before": float(self.before.sum() / total),

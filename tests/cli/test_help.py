@@ -12,7 +12,7 @@ HEAVY = {
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["convert"], ["inspect"], ["verify"], ["eval"], ["train"], ["run"], ["doctor"], ["recipes", "cp"]],
+    [[], ["convert"], ["inspect"], ["verify"], ["eval"], ["train"], ["run"], ["doctor"], ["recipes", "cp"], ["select"]],
 )
 def test_help_loads_nothing_heavy_and_takes_less_than_half_a_second(fresh, command):
     code = f"""

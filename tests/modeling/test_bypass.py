@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import linearize
 from linearize.mixers import build_mixer
 from linearize.mixers.registry import AttentionShape
-from tests.modeling.models import RECIPES, greedy, logits, tiny_llama, tokens
+from linearize.modeling.bypass import keeping
+from tests.modeling.models import RECIPES, greedy, logits, shaken, tiny_llama, tokens
 
 PADDED = torch.ones(2, 40, dtype=torch.long)
 PADDED[0, :17] = 0
@@ -91,3 +92,48 @@ def test_what_an_ablated_mixer_leaves(branch, feature_map):
         expected = sum((w * v[0, j, 0].double() for j, w in weights.items()), torch.zeros(8).double())
         expected = expected / sum(weights.values()) if weights else expected
         torch.testing.assert_close(out[t], expected, atol=2e-3, rtol=2e-3, msg=f"token {t}")
+
+
+@pytest.mark.parametrize("base", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_keeping_some_layers_is_the_conversion_that_keeps_them(base, implementation):
+    """All converted, so that the model itself asks for no T x T mask."""
+    plain = base()
+    plain.set_attn_implementation(implementation)
+    recipe = {**RECIPES["window-hedgehog"], "keep_softmax": "none"}
+    student = shaken(linearize.linearize_(copy.deepcopy(plain), recipe))
+    ids, length = tokens(2, 40), plain.config.num_hidden_layers
+    trained = {name: value for name, value in student.state_dict().items() if ".linearize." in name}
+
+    def run(model):
+        return [
+            logits(model, ids, use_cache=False),
+            logits(model, ids, attention_mask=PADDED, use_cache=False)[PADDED.bool()],
+            greedy(model, ids, attention_mask=PADDED),
+        ]
+
+    def same(mine, theirs):
+        pairs = zip(mine, theirs, strict=True)
+        return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+    own = run(student)
+    for layers in [{0}, {length - 1}, set(range(length - 1)), {1}]:
+        hybrid = linearize.linearize_(copy.deepcopy(plain), {**recipe, "keep_softmax": sorted(layers)})
+        mine = {name: trained[name] for name in hybrid.state_dict() if name in trained}
+        hybrid.load_state_dict(mine, strict=False)
+        with keeping(student, layers):
+            assert same(run(student), run(hybrid)), layers
+            with pytest.raises(linearize.errors.UsageError, match="already"), keeping(student, {0}):
+                pass
+        assert not same(run(hybrid), own)
+    with keeping(student, set(range(length))):
+        assert same(run(student), run(plain))
+    with keeping(student, ()):
+        assert same(run(student), own)
+    assert same(run(student), own)
+
+
+def test_a_layer_that_is_not_converted_cannot_be_kept():
+    student = linearize.linearize_(tiny_llama(), {**RECIPES["favor"], "keep_softmax": [1]})
+    with pytest.raises(linearize.errors.UsageError, match="layer 1 isn't converted"), keeping(student, {1}):
+        pass

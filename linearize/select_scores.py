@@ -1,0 +1,101 @@
+"""From what hybrids lose to the layers that stay softmax: damages with intervals, scores, the greedy choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from linearize_evals.intervals import Interval, bootstrap, finite, interval
+
+from linearize.select_measure import Outcome
+
+FLOOR = 0.01  # nats; the least KL that `ratio` divides by, so that a layer that hardly matters doesn't win by noise
+CANDIDATES = 2  # times the budget: what `greedy` tries
+
+
+def damage(teacher: Outcome, outcome: Outcome) -> dict[str, Any]:
+    """What `outcome` lost: kl, recall_accuracy and recall_nll, each {"value", "low", "high"}, positive for a loss.
+
+    Recall is the mean over the tasks. Intervals are 95 %, from a bootstrap over samples of the paired differences;
+    None where the samples don't differ. `tasks` has the accuracy and nll of each task, as they are.
+    """
+    nll = np.mean([outcome.nll[task] - teacher.nll[task] for task in teacher.nll], axis=0)
+    right = np.mean([teacher.accuracy[task] - outcome.accuracy[task] for task in teacher.accuracy], axis=0)
+    tasks = {
+        task: {"accuracy": finite(outcome.accuracy[task].mean()), "nll": finite(outcome.nll[task].mean())}
+        for task in outcome.nll
+    }
+    return {"kl": _mean(outcome.kl), "recall_accuracy": _mean(right), "recall_nll": _mean(nll), "tasks": tasks}
+
+
+def _mean(values_S: np.ndarray) -> Interval:
+    found = bootstrap(np.stack([values_S, np.ones_like(values_S)], 1), lambda sums: sums[..., 0] / sums[..., 1])
+    if found["low"] is not None and found["high"] - found["low"] < 1e-12:
+        return interval(found["value"], None, None)
+    return found
+
+
+def mean_of(damages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of several hybrids' damages, without intervals."""
+    means = {
+        key: interval(float(np.mean([each[key]["value"] for each in damages])), None, None)
+        for key in ("kl", "recall_accuracy", "recall_nll")
+    }
+    tasks = {
+        task: {
+            key: finite(float(np.mean([each["tasks"][task][key] for each in damages]))) for key in ("accuracy", "nll")
+        }
+        for task in damages[0]["tasks"]
+    }
+    return means | {"tasks": tasks}
+
+
+def ratio(lost: Mapping[str, Any]) -> float:
+    """Recall lost for each nat of language modelling lost; 0 where no recall is lost."""
+    return max(lost["recall_nll"]["value"], 0.0) / max(lost["kl"]["value"], FLOOR)
+
+
+def combined(lost: Mapping[str, Any]) -> float:
+    """KL and the rise of the answers' loss, both in nats a token."""
+    return lost["kl"]["value"] + lost["recall_nll"]["value"]
+
+
+FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "kl": lambda lost: lost["kl"]["value"],
+    "recall": lambda lost: lost["recall_nll"]["value"],
+    "ratio": ratio,
+    "greedy": combined,  # which ranks the candidates, and those that aren't chosen
+}
+
+
+def ranking(score: str, damages: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Layers by their score, the highest first; of equals the first layer first."""
+    return sorted(damages, key=lambda layer: (-FORMULAS[score](damages[layer]), layer))
+
+
+def greedy_hybrids(layers: int, count: int) -> int:
+    """How many hybrids `greedy` measures."""
+    candidates = min(layers, CANDIDATES * count)
+    return sum(candidates - step for step in range(count))
+
+
+def greedy(
+    candidates: Sequence[int], count: int, measure: Callable[[Collection[int]], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Restore softmax in `count` of the candidates one after the other, each time where `combined` falls most.
+
+    Args:
+        measure: the damage of the hybrid that keeps some layers.
+
+    Returns:
+        For each step {"layer", "kl", "recall_nll"}: the layer and what the hybrid loses then.
+    """
+    steps: list[dict[str, Any]] = []
+    kept: list[int] = []
+    for _ in range(count):
+        tried = {layer: measure([*kept, layer]) for layer in candidates if layer not in kept}
+        best = min(tried, key=lambda layer: (combined(tried[layer]), layer))
+        kept.append(best)
+        steps.append({"layer": best, "kl": tried[best]["kl"], "recall_nll": tried[best]["recall_nll"]})
+    return steps

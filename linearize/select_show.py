@@ -1,0 +1,141 @@
+"""What `linearize select` prints, writes and draws."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from linearize.console import say
+from linearize.keep_softmax import ranges
+
+HYBRIDS = {
+    "chosen": "chosen",
+    "uniform": "evenly spread",
+    "random": "random, mean of {}",
+    "linear": "none, all mixers",
+}
+
+
+def print_selection(document: Mapping[str, Any]) -> None:
+    """A table of the layers, one of the hybrids, and what to do next."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from linearize.select_scores import mean_of
+
+    console = Console()
+    layers = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
+        title="what each mixer loses alone: nats/token [95 %], points",
+        title_justify="left",
+    )
+    for name in ("layer", "KL", "answers' loss", "recall", "ratio", "rank", ""):
+        layers.add_column(name, justify="right")
+    for row in document["layers"]:
+        points = f"{round(-100 * row['recall_accuracy']['value']):+d}"
+        cells = (
+            str(row["layer"]), _with_interval(row["kl"]), _with_interval(row["recall_nll"], "+"), points,
+            f"{row['ratio']:.1f}", str(row["rank"]), "kept" if row["chosen"] else "",
+        )  # fmt: skip
+        layers.add_row(*cells, style="bold" if row["chosen"] else None)
+    console.print(layers)
+
+    tasks = list(document["teacher"]["tasks"])
+    hybrids = Table(box=box.SIMPLE_HEAD, title="hybrids that keep", title_justify="left")
+    hybrids.add_column("layers", max_width=48)
+    for name in ("KL", "answers' loss", *(task.removeprefix("linearize_") for task in tasks)):
+        hybrids.add_column(name, justify="right")
+    hybrids.add_row("all (the teacher)", "0", "0", *_accuracies(document["teacher"], tasks))
+    for key, words in HYBRIDS.items():
+        several = isinstance(document[key], list)
+        hybrid = mean_of(document[key]) if several else document[key]
+        name = words.format(len(document[key]))
+        if hybrid.get("layers"):
+            name += f": {ranges(hybrid['layers'])}"
+        measured = (f"{hybrid['kl']['value']:.3f}", f"{hybrid['recall_nll']['value']:+.3f}")
+        hybrids.add_row(name, *measured, *_accuracies(hybrid, tasks))
+    console.print(hybrids)
+    for text in document["notes"]:
+        say(f"note: {text}")
+    for name in document.get("wrote", ()):
+        say(f"wrote {name}")
+    if document.get("wrote"):
+        words = ["linearize", "convert", document["model"], "-o", "OUT", "--keep-softmax", f"@{document['wrote'][0]}"]
+        say(f"next: {shlex.join(words)}")
+
+
+def _accuracies(hybrid: Mapping[str, Any], tasks: list[str]) -> list[str]:
+    return [f"{hybrid['tasks'][task]['accuracy']:.2f}" for task in tasks]
+
+
+def _with_interval(found: Mapping[str, Any], sign: str = "") -> str:
+    value = f"{found['value']:{sign}.3f}"
+    if found["low"] is None:
+        return value
+    low, high = (f"{found[end]:.3f}".replace("0.", ".", 1) for end in ("low", "high"))
+    return f"{value} [{low}, {high}]"  # short, so that a row fits into 80 columns
+
+
+def write(document: Mapping[str, Any], file: Path) -> list[str]:
+    """Write the selection to `file` and its figure beside it, and name them.
+
+    Raises:
+        ResourceError: the disk refuses.
+    """
+    from linearize_evals.settings import write_file, write_json
+
+    picture = file.with_suffix(".png")
+    drawn = draw(document)
+    write_json(file, document)
+    write_file(picture, drawn)
+    return [str(file), str(picture)]
+
+
+def draw(document: Mapping[str, Any]) -> bytes:
+    """A PNG of two panels over the layers: KL, and the rise of the loss on answers; chosen layers are hatched."""
+    import matplotlib as mpl
+    from linearize_evals.plots import GREY, LINES, STYLE
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = document["layers"]
+    numbers = [row["layer"] for row in rows]
+    colour = LINES["student"]["color"]
+    panels = (("kl", "KL to the teacher on text, nats/token"), ("recall_nll", "loss on answers, nats/token more"))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(5.0, 1.5 + 0.22 * len(rows)), 4.6), layout="constrained")
+        for axes, (key, title) in zip(figure.subplots(2, 1, sharex=True), panels, strict=True):
+            values = [row[key]["value"] for row in rows]
+            bars = axes.bar(numbers, values, color=GREY)
+            for bar, row in zip(bars, rows, strict=True):
+                if row["chosen"]:
+                    bar.set(facecolor=colour, hatch="////", edgecolor="white")
+            known = [row for row in rows if row[key]["low"] is not None]
+            ends = [
+                [max(row[key]["value"] - row[key]["low"], 0.0) for row in known],
+                [max(row[key]["high"] - row[key]["value"], 0.0) for row in known],
+            ]
+            places = [row["layer"] for row in known]
+            axes.errorbar(
+                places, [row[key]["value"] for row in known], ends, fmt="none", ecolor="black", elinewidth=0.8
+            )
+            axes.axhline(0, color="black", linewidth=0.6)
+            axes.set_title(title)
+        figure.axes[-1].set_xlabel("layer whose mixer runs alone")
+        step = -(-len(numbers) // 32)
+        figure.axes[-1].set_xticks(numbers[::step])
+        marks = [
+            Patch(
+                facecolor=colour, hatch="////", edgecolor="white", label=f"stays softmax (score {document['score']})"
+            ),
+            Patch(facecolor=GREY, label="converted"),
+        ]
+        figure.axes[0].legend(handles=marks)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150)
+    return picture.getvalue()

@@ -1,0 +1,298 @@
+"""Which layers should stay softmax: each layer's mixer is measured alone, then the choice beside others of its size.
+
+Teacher, student and every hybrid between them are one copy of the weights (see `modeling.bypass.keeping`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import linearize
+from linearize.errors import UsageError, did_you_mean
+from linearize.keep_softmax import budget_count, is_budget, spread
+from linearize.selection_file import VERSION, architecture
+
+if TYPE_CHECKING:
+    from linearize.modeling.probe import Probe
+    from linearize.recipe import Recipe
+    from linearize.select_measure import Bench
+    from linearize.source import Source
+
+SCORES = {
+    "kl": "KL to the teacher on text",
+    "recall": "rise of the loss on answers",
+    "ratio": "that rise for each nat of KL",
+    "greedy": "restores layer after layer where it helps most; slow",
+}
+DEFAULT_SCORE = "recall"
+BUDGET = "25%"
+RANDOM_SETS = 3
+NEEDED = ("accelerate", "matplotlib", "scipy")  # the last two are of the extra `eval`
+GOOD_TEACHER = 0.8  # accuracy under which a loss of recall hardly shows
+FEW = 5  # samples; fewer give intervals that say little
+Note = Callable[[str], None]
+Progress = Callable[[str, int, int], None] | None
+
+
+def select(
+    model: str | Path,
+    budget: str | int = BUDGET,
+    *,
+    score: str = DEFAULT_SCORE,
+    recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    data: str | None = None,
+    samples: int = 8,
+    length: int = 512,
+    pairs: Sequence[int] = (16, 32),
+    seed: int = 0,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    progress: Progress = None,
+    note: Note = lambda text: None,
+) -> dict[str, Any]:
+    """Choose the layers of a model that should keep softmax attention.
+
+    Args:
+        model: a base model, which is given untrained mixers in memory; or a converted checkpoint that keeps no layer,
+            and whose weights beside the mixers are still the teacher's (fresh, or after attention transfer).
+        budget: how many layers to keep: a share of those that can be converted ("25%"), or a number.
+        score: "kl", "recall", "ratio" or "greedy", see docs/selection.md.
+        recipe, overrides: what a base model is converted to, as in `convert`; their keep_softmax has no say.
+        data: a text file for the KL; None for the bundled text.
+        samples: texts, lists of pairs and documents with a needle, as many of each.
+        length: tokens of a text, and most tokens of a document with a needle.
+        pairs: facts in the lists.
+        seed: of the documents and of the random sets.
+        progress: called with (what, layers run, layers to run).
+        note: called with what a user should know before the end.
+
+    Returns:
+        The selection, JSON-able; its keys are in docs/selection.md.
+
+    Raises:
+        UsageError: an argument out of range, or a checkpoint that can't be measured so.
+        LinearizeError: as `convert` and `linearize.load`.
+    """
+    from linearize.recipe import load_recipe
+
+    begun = time.monotonic()
+    budget = str(budget)
+    _check(budget, score, samples, length)
+    asked = recipe is not None or bool(overrides)
+    settings = load_recipe(recipe, overrides or {}).model_copy(update={"keep_softmax": "none"})
+    subject = _subject(model, revision, settings, asked)
+    count = budget_count(budget, len(subject.layers))
+
+    from linearize_evals.loading import choose_device, choose_dtype
+
+    from linearize.select_measure import Bench
+    from linearize.select_samples import check_positions, draw
+
+    place = choose_device(device)
+    chosen_dtype, why = choose_dtype(dtype, place)
+    note(f"{str(chosen_dtype).removeprefix('torch.')} on {place}: {why}")
+    tokenizer = linearize.load_tokenizer(subject.place)
+    drawn = draw(tokenizer, samples=samples, length=length, pairs=pairs, data=data, seed=seed)
+    loaded = subject.load(place, chosen_dtype)
+    check_positions(loaded, drawn)
+    meter = _Meter(progress)
+    bench = Bench(loaded, drawn, tick=meter.tick)
+    found = choose(bench, score, count, seed=seed, meter=meter, note=note)
+    return {
+        "version": VERSION,
+        "model": str(model),
+        "architecture": architecture(subject.probed),
+        "mixers": subject.mixers,
+        "recipe": subject.recipe,
+        "score": score,
+        "budget": budget,
+        "count": count,
+        "seed": seed,
+        "data": {
+            "text": data or "bundled", "tasks": list(drawn.recall), "samples": samples, "length": length,
+            "pairs": list(pairs), "tokens": drawn.tokens,
+        },
+        "settings": {"dtype": str(loaded.dtype).removeprefix("torch."), "device": place.type},
+        "versions": _versions(),
+        **found,
+        "notes": _notes(found, subject.mixers, samples),
+        "seconds": round(time.monotonic() - begun, 1),
+    }  # fmt: skip
+
+
+def _check(budget: str, score: str, samples: int, length: int) -> None:
+    if not is_budget(budget):
+        raise UsageError(f"the budget can't be '{budget}'", "Write a share of the layers such as 25%, or a number")
+    if score not in SCORES:
+        raise UsageError(f"there is no score '{score}'", did_you_mean(score, SCORES) or f"Choose {', '.join(SCORES)}")
+    for name, value in (("samples", samples), ("length", length)):
+        if value < 1:
+            raise UsageError(f"{name} can't be {value}", "Give at least 1")
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"choosing layers needs {', '.join(missing)}", "pip install 'linearize[eval]'")
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model that can be measured; `layers` are those that have, or will have, a mixer."""
+
+    place: Path
+    probed: Probe
+    layers: list[int]
+    mixers: str  # "untrained" or "trained"
+    recipe: dict[str, Any]
+    settings: Recipe | None  # of a base model
+
+    def load(self, device: Any, dtype: Any) -> Any:
+        from linearize_evals.loading import load_model
+
+        model = load_model(self.place, device=device, dtype=dtype).requires_grad_(False)
+        return model if self.settings is None else linearize.linearize_(model, self.settings).eval()
+
+
+def _subject(model: str | Path, revision: str | None, settings: Recipe, asked: bool) -> _Subject:
+    """Everything that can be learned, and refused, before a weight is read."""
+    from linearize.family import load_config
+    from linearize.gguf import describe
+    from linearize.modeling.probe import probe
+    from linearize.plan import plan_layers
+    from linearize.source import resolve
+
+    source = resolve(model, revision=revision, allow_converted=True)
+    source = describe(source) if source.gguf else source
+    probed = probe(load_config(source.config, source.name))
+    place = source.gguf or source.folder
+    if not source.config.get("linearize"):
+        layers = plan_layers(probed, settings)
+        mixers = [layer["layer"] for layer in layers if layer.get("mixer")]
+        return _Subject(place, probed, mixers, "untrained", settings.conversion(), settings)
+    if asked:
+        raise UsageError(f"{model} is converted already, so no recipe applies to it", "Leave out its options")
+    return _converted(source, place, probed)
+
+
+def _converted(source: Source, place: Path, probed: Probe) -> _Subject:
+    from linearize.modeling.classes import checked_block
+    from linearize.training.output import ADAPTER, UNCHANGED
+
+    block = checked_block(source.config.get("model_type"), source.config.get("linearize"))
+    recipe, record = block.get("recipe") or {}, block.get("training") or {}
+    layers = [layer["layer"] for layer in block["layers"] if layer.get("mixer")]
+    if recipe.get("keep_softmax", "none") != "none":
+        raise UsageError(
+            f"{source.name} keeps layers as softmax already, so their mixers can't be measured",
+            "Convert the base model with --keep-softmax none, or give the base model itself",
+        )
+    if record.get("base_weights", UNCHANGED) != UNCHANGED or (source.folder / ADAPTER).is_dir():
+        raise UsageError(
+            f"training has changed weights of {source.name} beside its mixers, so that it is no longer its own teacher",
+            "Give the checkpoint as it was after attention transfer, or the base model",
+        )
+    return _Subject(place, probed, layers, "trained" if record else "untrained", recipe, None)
+
+
+class _Meter:
+    """Counts runs of layers for a progress bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.total = self.done = 0
+        self._progress = progress
+
+    def tick(self, runs: int) -> None:
+        self.done += runs
+        if self._progress and self.total:
+            self._progress("select", min(self.done, self.total), self.total)
+
+
+def choose(
+    bench: Bench, score: str, count: int, *, seed: int = 0, meter: _Meter | None = None, note: Note = lambda text: None
+) -> dict[str, Any]:
+    """Sweep over the layers of `bench`, choose `count` of them, and measure the choice beside others of its size.
+
+    Returns:
+        teacher, linear, layers, chosen, uniform, random and, for score "greedy", greedy: as in docs/selection.md.
+    """
+    from linearize.select_scores import CANDIDATES, FORMULAS, damage, greedy, greedy_hybrids, ranking, ratio
+
+    layers = bench.layers
+    hybrids = 3 + RANDOM_SETS + (greedy_hybrids(len(layers), count) if score == "greedy" else 0)
+    if meter:
+        meter.total = bench.runs * (1 + hybrids) + bench.sweep_runs
+    if score == "greedy":
+        note(
+            f"greedy tries the {min(len(layers), CANDIDATES * count)} highest-ranked layers of the sweep in {hybrids} "
+            f"hybrids, which takes {bench.runs * hybrids / bench.sweep_runs:.0f} times as long as the sweep"
+        )
+    alone = {layer: damage(bench.teacher, outcome) for layer, outcome in bench.sweep().items()}
+    order, known = ranking(score, alone), {}
+
+    def measure(kept: Collection[int]) -> dict[str, Any]:
+        key = tuple(sorted(kept))
+        if key not in known:
+            known[key] = damage(bench.teacher, bench.hybrid(key))
+        return known[key]
+
+    steps = greedy(order[: CANDIDATES * count], count, measure) if score == "greedy" else []
+    first = [step["layer"] for step in steps]
+    order = first + [layer for layer in order if layer not in first]
+    sets = [sorted(random.Random(f"select:{seed}:{number}").sample(layers, count)) for number in range(RANDOM_SETS)]
+    chosen, uniform = sorted(order[:count]), sorted(spread(count, layers))
+    found = {
+        "teacher": {"tasks": damage(bench.teacher, bench.teacher)["tasks"]},
+        "linear": measure(()),
+        "layers": [
+            {
+                "layer": layer, "chosen": layer in chosen, "rank": order.index(layer) + 1,
+                "score": FORMULAS[score](alone[layer]), "ratio": ratio(alone[layer]), **alone[layer],
+            }
+            for layer in layers
+        ],
+        "chosen": {"layers": chosen, **measure(chosen)},
+        "uniform": {"layers": uniform, **measure(uniform)},
+        "random": [{"layers": each, **measure(each)} for each in sets],
+    }  # fmt: skip
+    return found | ({"greedy": steps} if steps else {})
+
+
+def _notes(found: Mapping[str, Any], mixers: str, samples: int) -> list[str]:
+    from linearize.select_scores import combined, mean_of
+
+    notes = []
+    if mixers == "untrained":
+        notes.append(
+            "the mixers are untrained: attention transfer changes what each layer loses, and may be measured, too"
+        )
+    weak = [
+        f"{task} {each['accuracy']:.2f}"
+        for task, each in found["teacher"]["tasks"].items()
+        if each["accuracy"] < GOOD_TEACHER
+    ]
+    if weak:
+        notes.append(
+            f"the teacher itself often fails ({', '.join(weak)}), so that losses of recall say little: use score kl"
+        )
+    if samples < FEW:
+        notes.append(f"{samples} samples tell little about chance: use at least {FEW}")
+    rivals = {"uniform": found["uniform"], "random": mean_of(found["random"])}
+    others = [name for name, rival in rivals.items() if combined(rival) < combined(found["chosen"])]
+    if others:
+        notes.append(
+            f"the chosen layers lose more (KL and loss on answers together) than the {' and the '.join(others)} ones"
+        )
+    return notes
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {"linearize": linearize.__version__, "torch": torch.__version__, "transformers": transformers.__version__}

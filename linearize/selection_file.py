@@ -1,0 +1,132 @@
+"""What `linearize select` found, as a file: read, checked against a model, and turned into layers that a recipe keeps.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linearize.errors import UsageError
+from linearize.keep_softmax import AUTO, FROM_FILE, ranges
+
+if TYPE_CHECKING:
+    from linearize.modeling.probe import Probe
+    from linearize.recipe import Recipe
+
+VERSION = 1
+IN_MODEL = "linearize-selection.json"  # beside the weights of a model whose layers `convert` chose itself
+MAX_FILE_BYTES = 10_000_000
+STAND_IN = (
+    "which layers {} keeps is measured when it is converted; until then as many, evenly spread, stand in for them"
+)
+
+
+def architecture(probed: Probe) -> dict[str, Any]:
+    """What a selection has to share with a model that it is used for: the family, the layers with attention, and a
+    digest of the shapes of their heads."""
+    shapes = [[layer.layer, layer.kind, layer.shape.to_dict()] for layer in probed.layers]
+    digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
+    numbers = [layer.layer for layer in probed.layers]
+    return {"model_type": probed.base_model_type, "attention_layers": numbers, "shapes": f"sha256:{digest}"}
+
+
+def settled(recipe: Recipe, probed: Probe) -> tuple[Recipe, str]:
+    """`recipe` with a plain list of layers in the place of `keep_softmax: "@selection.json"`, and where it is from.
+
+    Other recipes come back as they are, with "".
+
+    Raises:
+        UsageError: the file isn't there, is no selection, or belongs to another model.
+    """
+    name = selection_of(recipe)
+    if name is None:
+        return recipe, ""
+    selection = read_selection(name)
+    check_model(selection, architecture(probed), name)
+    return with_chosen(recipe, selection), because(selection, Path(name).name)
+
+
+def selection_of(recipe: Recipe) -> str | None:
+    """The file that `recipe` takes its layers from, if it does."""
+    spec = recipe.keep_softmax
+    return spec.removeprefix(FROM_FILE) if isinstance(spec, str) and spec.startswith(FROM_FILE) else None
+
+
+def with_chosen(recipe: Recipe, selection: Mapping[str, Any]) -> Recipe:
+    """`recipe` that keeps the layers that a selection has chosen."""
+    return recipe.model_copy(update={"keep_softmax": tuple(sorted(selection["chosen"]["layers"]))})
+
+
+def because(selection: Mapping[str, Any], name: str) -> str:
+    """Why a layer is kept."""
+    return f"chosen by linearize select for score {selection['score']}, budget {selection['budget']} ({name})"
+
+
+def is_auto(recipe: Recipe) -> bool:
+    """Whether the layers that `recipe` keeps have to be measured first."""
+    return isinstance(recipe.keep_softmax, str) and recipe.keep_softmax.startswith(AUTO)
+
+
+def read_selection(name: str | Path) -> dict[str, Any]:
+    """The selection in a file that `linearize select` wrote; keys that `convert` needs are checked.
+
+    Raises:
+        UsageError: it can't be read, or isn't one.
+    """
+    path = Path(name).expanduser()
+    mend = "Make it with `linearize select MODEL -o selection.json`"
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path} is too large to be a selection", mend)
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"the selection {path} can't be read: {error.strerror}", mend) from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} isn't JSON, so it is no selection", mend) from None
+    if isinstance(found, dict) and "chosen" in found and found.get("version") != VERSION:
+        version = found.get("version")
+        raise UsageError(f"{path} is a selection of version {version!r}, and this linearize reads {VERSION}", mend)
+    if not _is_selection(found):
+        raise UsageError(f"{path} isn't a selection that `linearize select` wrote", mend)
+    return found
+
+
+def _is_selection(found: Any) -> bool:
+    try:
+        model, layers = found["architecture"], [found["chosen"]["layers"], found["architecture"]["attention_layers"]]
+        texts = [found["score"], found["budget"], model["model_type"], model["shapes"]]
+    except (KeyError, TypeError):
+        return False
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(one, list) for one in layers):
+        return False
+    return bool(layers[0]) and all(type(number) is int and number >= 0 for one in layers for number in one)
+
+
+def check_model(selection: Mapping[str, Any], model: Mapping[str, Any], name: str) -> None:
+    """Refuse a selection that was made for another model; `model` is its `architecture`.
+
+    Raises:
+        UsageError: naming what differs.
+    """
+    made_for, mend = selection["architecture"], "Run `linearize select` on this model"
+    absent = sorted(set(selection["chosen"]["layers"]) - set(model["attention_layers"]))
+    why = ""
+    if made_for["model_type"] != model["model_type"]:
+        why = f"a model of type '{made_for['model_type']}', and this one is of type '{model['model_type']}'"
+    elif made_for["attention_layers"] != model["attention_layers"]:
+        theirs, mine = (
+            f"{len(one['attention_layers'])} layers with attention ({ranges(one['attention_layers'])})"
+            for one in (made_for, model)
+        )
+        why = f"a model of {theirs}, and this one has {mine}"
+    elif made_for["shapes"] != model["shapes"]:
+        why = "a model whose attention heads have other shapes than this one's"
+    elif absent:
+        raise UsageError(f"{name} chooses layers {ranges(absent)}, which the model doesn't have", mend)
+    if why:
+        raise UsageError(f"{name} was made for {why}", mend)

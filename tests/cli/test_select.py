@@ -1,0 +1,229 @@
+"""`linearize select`, and what `convert` makes of its file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import linearize
+from linearize.selection_file import IN_MODEL
+from tests.evals.engine import byte_tokenizer, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--samples", "2", "--length", "256", "--pairs", "4", "--dtype", "float32", "--device", "cpu"]
+RECIPE = ["--feature-map", "elu1", "--window", "4"]
+
+
+def save(folder, **config):
+    values = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    tiny(**{**values, "max_position_embeddings": 1024, **config}).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("select") / "base")
+
+
+@pytest.fixture(scope="module")
+def selection(base):
+    """A file for `base` that chooses layers 1 and 3, as `select` writes it but for them."""
+    document = linearize.select(
+        base, 2, overrides={"feature_map": "elu1", "window": 4}, samples=2, length=256, pairs=[4], dtype="float32"
+    )
+    document["chosen"]["layers"] = [1, 3]
+    file = base.parent / "chosen.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_a_selection_and_its_use(run, base, tmp_path):
+    done = run(
+        "select", base, "-o", tmp_path / "s.json", "--budget", "50%", *RECIPE, *SMALL, "--score", "greedy", "--json"
+    )
+    assert done.code == 0, done.err
+    document = json.loads((tmp_path / "s.json").read_text())
+    assert done.json == document | {"wrote": [str(tmp_path / "s.json"), str(tmp_path / "s.png")]}
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.json", "s.png"]
+    assert (document["score"], document["budget"], document["count"], document["mixers"]) == (
+        *("greedy", "50%", 2),
+        "untrained",
+    )
+    assert [row["layer"] for row in document["layers"]] == [0, 1, 2, 3]
+    assert sorted(row["rank"] for row in document["layers"]) == [1, 2, 3, 4]
+    best = sorted(row["layer"] for row in document["layers"] if row["rank"] <= 2)
+    assert document["chosen"]["layers"] == best == sorted(step["layer"] for step in document["greedy"])
+    assert document["uniform"]["layers"] == [0, 2]
+    assert all(len(each["layers"]) == 2 for each in document["random"])
+    assert document["data"]["tokens"] > 2 * 2 * 200
+
+    chosen = document["chosen"]["layers"]
+    done = run("convert", base, "-o", tmp_path / "out", *RECIPE, "--keep-softmax", f"@{tmp_path / 's.json'}", "--json")
+    assert done.code == 0, done.err
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["linearize"]
+    assert block["recipe"]["keep_softmax"] == chosen
+    assert [layer["layer"] for layer in block["layers"] if not layer.get("mixer")] == chosen
+    kept = {layer["because"] for layer in block["layers"] if not layer.get("mixer")}
+    assert kept == {"chosen by linearize select for score greedy, budget 50% (s.json)"}
+    assert run("verify", tmp_path / "out").code == 0
+
+
+def test_the_documented_keys_are_those_of_a_selection(selection):
+    text = (ROOT / "docs" / "selection.md").read_text()
+    table = text.split("\n| key |")[1].split("\n\n")[0].splitlines()[2:]
+    listed = {name for row in table for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+    document = json.loads(selection.read_text())
+    found, measures = {"greedy", *document}, {"kl", "recall_nll", "recall_accuracy", "tasks"}
+    for key in ("architecture", "data", "settings", "versions"):
+        found |= {f"{key}.{inner}" for inner in document[key]}
+    for key in ("layers", "chosen", "uniform", "random", "linear"):
+        value = document[key][0] if isinstance(document[key], list) else document[key]
+        assert measures <= set(value)
+        found |= {f"{key}.{inner}" for inner in set(value) - measures}
+    assert listed == found
+
+
+def test_the_table_shows_every_layer_and_hybrid(run, base, tmp_path):
+    done = run("select", base, "-o", tmp_path / "s.json", "--budget", "1", *RECIPE, *SMALL)
+    assert done.code == 0, done.err
+    for words in (" kept", "evenly spread: 0", "random, mean of 3", "the teacher", "note: the mixers are untrained"):
+        assert words in done.out
+    assert f"next: linearize convert {base} -o OUT --keep-softmax @{tmp_path / 's.json'}" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "0"], "budget can't be '0'"),
+        (["--budget", "100%"], "budget can't be '100%'"),
+        (["--budget", "some"], "budget can't be 'some'"),
+        (["--score", "recal"], "did you mean 'recall'?"),
+        (["--samples", "0"], "samples can't be 0"),
+        (["--pairs", "many"], "--pairs takes whole numbers"),
+        (["--window", "0"], "--window: must be at least 1"),
+        (["-o", "selection.yaml"], "isn't the name of a .json file"),
+        (["--set", "keep_softmaks=1"], "keep_softmaks"),
+    ],
+)
+def test_wrong_options_are_named_before_a_model_is_looked_for(run, arguments, message, tmp_path):
+    done = run("select", "no/such/model", "-o", tmp_path / "s.json", *arguments)
+    assert done.code == 2
+    assert message in done.err
+
+
+@pytest.mark.parametrize("budget", ["4", "90%", "7"])
+def test_a_budget_that_leaves_nothing_to_convert_is_refused_before_a_weight_is_read(run, base, tmp_path, budget):
+    done = run("select", base, "-o", tmp_path / "s.json", "--budget", budget)
+    assert done.code == 2
+    assert "4 convertible layers" in done.err
+    assert "at most 3" in done.err
+
+
+def test_converted_checkpoints(run, base, tmp_path):
+    """One that keeps nothing is measured with the mixers that it has; others are refused."""
+    run("convert", base, "-o", tmp_path / "c", *RECIPE)
+    done = run("select", tmp_path / "c", "-o", tmp_path / "s.json", "--budget", "1", *SMALL, "--json")
+    assert done.code == 0, done.err
+    fresh = linearize.select(
+        base, 1, overrides={"feature_map": "elu1", "window": 4}, samples=2, length=256, pairs=[4], dtype="float32"
+    )
+    assert done.json["layers"] == fresh["layers"]
+    assert done.json["architecture"] == fresh["architecture"]
+    assert done.json["recipe"] == fresh["recipe"]
+    done = run("select", tmp_path / "c", "-o", tmp_path / "s.json", *RECIPE)
+    assert done.code == 2
+    assert "converted already, so no recipe applies" in done.err
+    run("convert", base, "-o", tmp_path / "kept", *RECIPE, "--keep-softmax", "1")
+    done = run("select", tmp_path / "kept", "-o", tmp_path / "s.json")
+    assert done.code == 2
+    assert "keeps layers as softmax already" in done.err
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    config["linearize"]["training"] = {"base_weights": "changed"}
+    (tmp_path / "c" / "config.json").write_text(json.dumps(config))
+    done = run("select", tmp_path / "c", "-o", tmp_path / "s.json")
+    assert done.code == 2
+    assert "no longer its own teacher" in done.err
+
+
+def test_nothing_is_written_when_it_is_interrupted(run, base, tmp_path, monkeypatch):
+    import linearize.select_measure
+
+    monkeypatch.setattr(linearize.select_measure.Bench, "sweep", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    done = run("select", base, "-o", tmp_path / "s.json", "--budget", "1", *RECIPE, *SMALL)
+    assert done.code == 130
+    assert "interrupted; to run it again: linearize select" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_selection_in_a_recipe_and_in_memory(base, selection, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f'feature_map: elu1\nwindow: 4\nkeep_softmax: "@{selection}"\n')
+    assert linearize.load_recipe(recipe).keep_softmax == f"@{selection}"
+    model = linearize.linearize_(linearize.load(base), recipe)
+    assert model.config.linearize["recipe"]["keep_softmax"] == [1, 3]
+    assert linearize.inspect(base, recipe=recipe)["recipe"]["keep_softmax"] == [1, 3]
+
+
+def test_a_selection_that_does_not_fit_is_refused(run, base, selection, tmp_path):
+    def refusal(change, model=base):
+        document = json.loads(selection.read_text())
+        change(document)
+        (tmp_path / "bad.json").write_text(json.dumps(document))
+        done = run("convert", model, "-o", tmp_path / "out", "--keep-softmax", f"@{tmp_path / 'bad.json'}")
+        assert done.code == 2
+        assert not (tmp_path / "out").exists()
+        return done.err
+
+    other = save(tmp_path / "other", num_hidden_layers=3)
+    heads = save(tmp_path / "heads", num_key_value_heads=4)
+    assert "of 4 layers with attention (0-3), and this one has 3 layers" in refusal(lambda one: None, other)
+    assert "heads have other shapes" in refusal(lambda one: None, heads)
+    assert "'gpt2', and this one is of type 'llama'" in refusal(
+        lambda one: one["architecture"].update(model_type="gpt2")
+    )
+    assert "chooses layers 9" in refusal(lambda one: one["chosen"].update(layers=[1, 9]))
+    assert "version 2" in refusal(lambda one: one.update(version=2))
+    assert "isn't a selection" in refusal(lambda one: one.update(chosen=[1]))
+    assert "isn't a selection" in refusal(lambda one: one["chosen"].update(layers=["1"]))
+    assert "isn't a selection" in refusal(lambda one: one.pop("architecture"))
+    for text, message in (("{", "isn't JSON"), ("[]", "isn't a selection")):
+        (tmp_path / "bad.json").write_text(text)
+        assert message in run("convert", base, "-o", tmp_path / "out", "--keep-softmax", f"@{tmp_path}/bad.json").err
+    assert "can't be read" in run("convert", base, "-o", tmp_path / "out", "--keep-softmax", "@nowhere.json").err
+
+
+def test_auto_selects_while_it_converts(run, base, tmp_path, monkeypatch):
+    """The same folder each time; a dry run says what would be measured."""
+    import linearize.select_samples
+
+    draw = linearize.select_samples.draw
+    small = {"samples": 2, "length": 256, "pairs": [4]}
+    monkeypatch.setattr(linearize.select_samples, "draw", lambda *args, **options: draw(*args, **options | small))
+    options = [base, *RECIPE, "--keep-softmax", "auto:2"]
+    done = run("convert", *options, "-o", tmp_path / "a", "--dry-run")
+    assert done.code == 0, done.err
+    assert "note: which layers auto:2 keeps is measured when it is converted" in done.out
+    assert not (tmp_path / "a").exists()
+    for out in ("a", "b"):
+        done = run("convert", *options, "-o", tmp_path / out, "--json")
+        assert done.code == 0, done.err
+    chosen = json.loads((tmp_path / "a" / IN_MODEL).read_text())
+    block = json.loads((tmp_path / "a" / "config.json").read_text())["linearize"]
+    assert block["recipe"]["keep_softmax"] == chosen["chosen"]["layers"]
+    assert {layer["because"] for layer in block["layers"] if not layer.get("mixer")} == {
+        f"chosen by linearize select for score {chosen['score']}, budget 2 ({IN_MODEL})"
+    }
+    assert done.json["plan"]["recipe"]["keep_softmax"] == chosen["chosen"]["layers"]
+    files = {path.name for path in (tmp_path / "a").iterdir()}
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
+    assert run("verify", tmp_path / "a").code == 0
+    with pytest.raises(linearize.errors.UsageError, match=r"auto:2 has to measure .*\"@selection\.json"):
+        linearize.linearize_(linearize.load(base), keep_softmax="auto:2")
+    done = run("convert", base, "-o", tmp_path / "c", "--keep-softmax", "auto:4")
+    assert done.code == 2
+    assert "so nothing is left to convert" in done.err
