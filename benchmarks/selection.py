@@ -1,11 +1,12 @@
-"""Whether chosen softmax layers keep more recall than evenly spread ones: SmolLM2-135M-Instruct, 25 % and 10 % of its layers.
+"""Whether chosen softmax layers keep more recall than evenly spread ones: SmolLM2-135M-Instruct, 25 % and 10 % of them.
 
     linearize select MODEL --budget 25% --recipe hedgehog-window -o selection.json
     python benchmarks/selection.py runs --selection selection.json --data TRAIN --text HELD_OUT [--only NAME ...]
     python benchmarks/selection.py table --selection selection.json
 
-Every hybrid is judged untrained, and after the same transfer of 0.3M tokens, three tenths of whose rows are recall documents.
-Students are compared answer by answer on the same documents. TRAIN and HELD_OUT are texts (.jsonl.gz with a key "text").
+Every hybrid is judged untrained, and after the same transfer of 0.3M tokens, three tenths of whose rows are recall
+documents.
+Students are compared answer by answer on the same documents. TRAIN and HELD_OUT are texts (.jsonl.gz, key "text").
 Everything is written below selection/; what is there is not made again.
 """
 
@@ -24,24 +25,22 @@ import linearize
 from demo import find_model
 
 HEDGEHOG = {"mixer": "window", "feature_map": "hedgehog", "window": 64, "sinks": 4}
-UNIFORM_25 = [0, 4, 8, 11, 15, 19, 22, 26]  # what keep_softmax 25% means for 30 layers
 FEW = 3  # of 30 layers: 10 %
 TOKENS = 300_000
 TASKS = {"linearize_mqar_lines": {"pairs": [32]}, "linearize_niah_single": {"lengths": [1024]}}
 DOCUMENTS = {"linearize_mqar_lines": 12, "linearize_niah_single": 24}
-COMPARED = [("selected-25", "uniform-25"), ("selected-10", "uniform-25"), ("selected-25", "random-25")]
+COMPARED = [("selected-25", "uniform-25"), ("selected-10", "uniform-25")]
 
 
-def hybrids(selection: Path | None) -> dict[str, list[int]]:
+def hybrids(selection: Path) -> dict[str, list[int]]:
     """The layers that each hybrid keeps."""
-    kept = {"uniform-25": UNIFORM_25}
-    if selection is not None:
-        found = json.loads(selection.read_text())
-        kept["selected-25"] = found["chosen"]["layers"]
-        kept["random-25"] = found["random"][0]["layers"]
-        ranked = sorted(found["layers"], key=lambda row: row["rank"])
-        kept["selected-10"] = sorted(row["layer"] for row in ranked[:FEW])
-    return kept
+    found = json.loads(selection.read_text())
+    ranked = sorted(found["layers"], key=lambda row: row["rank"])
+    return {
+        "selected-25": found["chosen"]["layers"],
+        "uniform-25": found["uniform"]["layers"],
+        "selected-10": sorted(row["layer"] for row in ranked[:FEW]),
+    }
 
 
 def carry_out(name: str, kept: list[int], out: Path, data: str, text: str) -> None:
@@ -125,7 +124,7 @@ def gain(before: dict[tuple[str, int], bool], after: dict[tuple[str, int], bool]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("runs", "table"))
-    parser.add_argument("--selection", type=Path, help="what `linearize select` wrote")
+    parser.add_argument("--selection", type=Path, required=True, help="what `linearize select` wrote")
     parser.add_argument("--data", help="text to train on")
     parser.add_argument("--text", help="held-out text")
     parser.add_argument("--only", nargs="+", metavar="NAME")
