@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from linearize.keep_softmax import AUTO, FORMS, FROM_FILE, PERCENT, is_budget
 from linearize.recipe_errors import Problem, RecipeError, problems_of
 from linearize.recipe_files import (
+    DEFAULT_MIXER,
     LAYERS,
     MIXER_KEYS,
     SECTIONS,
@@ -25,7 +26,7 @@ from linearize.recipe_files import (
     read_recipe,
     shipped_recipes,
 )
-from linearize.recipe_mixers import DEFAULT_MIXER, AtLeast0, AtLeast1, Block, fill, in_order, named_blocks, spec_of
+from linearize.recipe_mixers import AtLeast0, AtLeast1, Block, fill, in_order, named_blocks, spec_of
 from linearize.training.schema import SELF, Data, Distill, Evaluation, Every, Name, Precision, Stage, Trackers, as_tuple
 
 __all__ = ["Recipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]

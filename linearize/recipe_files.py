@@ -15,10 +15,12 @@ from linearize.mixers.registry import MIXERS, Entry
 from linearize.yaml_text import parse
 
 MAX_FILE_BYTES = 1_000_000  # a recipe is a page of text: more than this is another file, given by mistake
+DEFAULT_MIXER = "window"
 MIXER_KEYS = ("feature_map", "feature_map_options", "window", "sinks")
 OPTIONS = ("feature_map_options", "mixer_options")
 SECTIONS = ("data", "train", "every", "eval")
 LAUNCHERS = "accelerate"  # a folder of files for `accelerate launch`, beside the recipes
+MOST_LAYERS = 10_000  # so that a short key can't ask for gigabytes
 LAYERS = "layers"  # blocks of mixer keys, each under a list of layers
 PLACES = ("model", "data.source")  # paths may hold anything, also what YAML has another meaning for
 
@@ -100,7 +102,8 @@ def _changed(data: dict[str, Any], values: Mapping[str, Any], where: dict[str, s
     if values.get("mixer", data.get("mixer")) != data.get("mixer"):
         data.pop("mixer_options", None)
         entry = MIXERS.get(values["mixer"]) if isinstance(values["mixer"], str) else None
-        data = {key: value for key, value in data.items() if _belongs(key, entry)}
+        before = MIXERS.get(str(data.get("mixer", DEFAULT_MIXER)))
+        data = {key: value for key, value in data.items() if _belongs(key, entry, before)}
     if values.get("feature_map", data.get("feature_map")) != data.get("feature_map"):
         data.pop("feature_map_options", None)
     of_blocks: dict[Any, dict[str, Any]] = {}
@@ -126,11 +129,12 @@ def _changed(data: dict[str, Any], values: Mapping[str, Any], where: dict[str, s
 
 
 def layer_numbers(text: str) -> list[int] | None:
-    """The layers that a key of `layers` names, in its order: "2-4, 9" is [2, 3, 4, 9]. None if it names none."""
+    """The layers that a key of `layers` names, in its order: "2-4, 9" is [2, 3, 4, 9]. None if it names none, or more
+    than a model can have."""
     numbers: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
+        if found is None or int(found[2] or found[1]) < int(found[1]) or len(numbers) > MOST_LAYERS:
             return None
         numbers += range(int(found[1]), int(found[2] or found[1]) + 1)
     return numbers
@@ -170,8 +174,13 @@ def _no_such_item(items: list[Any], key: str) -> tuple[str, str]:
     )
 
 
-def _belongs(key: str, mixer: Entry | None) -> bool:
-    return key not in MIXER_KEYS or mixer is None or key in mixer.options
+def _belongs(key: str, mixer: Entry | None, before: Entry | None) -> bool:
+    """Whether what a recipe says at `key` can hold for another mixer, too. A feature map can where both mixers begin
+    with the same one: some can't take those of others."""
+    if key not in MIXER_KEYS or mixer is None:
+        return True
+    same = before is None or mixer.options.get("feature_map") == before.options.get("feature_map")
+    return key in mixer.options and (same or not key.startswith("feature_map"))
 
 
 def _names_file(key: str, value: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -12,9 +13,8 @@ from linearize.errors import LinearizeError, UsageError
 from linearize.keep_softmax import ranges
 from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup
 from linearize.recipe_errors import Problem, wrong
-from linearize.recipe_files import MIXER_KEYS, layer_numbers
+from linearize.recipe_files import DEFAULT_MIXER, MIXER_KEYS, layer_numbers
 
-DEFAULT_MIXER = "window"
 AtLeast1 = Annotated[int, Field(ge=1)]
 AtLeast0 = Annotated[int, Field(ge=0)]
 _LEAST = {"window": 1, "sinks": 0}
@@ -54,7 +54,7 @@ def named_blocks(given: Any, problems: list[Problem]) -> Any:
         if numbers is None:
             problems.append(wrong(f"layers.{name}", "names no layers; write numbers and ranges, such as 2-9 or 10, 12"))
             continue
-        twice = sorted({number for number in numbers if number in owner or numbers.count(number) > 1})
+        twice = sorted(number for number, times in Counter(numbers).items() if times > 1 or number in owner)
         if twice:
             others = dict.fromkeys(owner.get(number, name) for number in twice)
             where = " and ".join(f"'{other}'" for other in others)

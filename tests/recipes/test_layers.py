@@ -81,6 +81,12 @@ def test_what_names_no_layers_is_refused(write, layers):
     assert "layers" in problem(write(f"layers: {layers}\n"))
 
 
+def test_a_short_key_does_not_ask_for_much(write):
+    """Neither time nor memory, whoever wrote the recipe."""
+    assert load_recipe({"layers": {"0-9999": {}}}).named(9999) == "0-9999"
+    assert "names no layers" in problem(write(f"layers:\n  {', '.join(['0-9999'] * 100_000)}: {{}}\n"))
+
+
 def test_overrides_reach_into_blocks(write):
     file = write(TWO)
     recipe = load_recipe(file, {"layers.2-9.mixer": "window", "layers.10, 12.sinks": "0", "layers.0.mixer": "linear"})

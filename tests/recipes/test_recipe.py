@@ -156,6 +156,18 @@ def test_an_override_of_the_mixer_drops_what_belonged_to_the_old_one(write):
     assert "mixer 'linear' has no window" in problem(file, mixer="linear", window=3)
 
 
+def test_a_feature_map_stays_where_the_new_mixer_begins_with_the_same_one():
+    """Those that begin with another one may not take it."""
+    named = {"feature_map": "taylor", "feature_map_options": {"project_dim": 8}}
+    kept = load_recipe({"mixer": "window", **named}, {"mixer": "linear"})
+    assert (kept.feature_map, kept.feature_map_options) == ("taylor", {"project_dim": 8})
+    for mixer in ("linear_bias", "key_normalised"):
+        assert load_recipe({"mixer": "window", **named}, {"mixer": mixer}).feature_map == "hedgehog"
+    assert (
+        load_recipe({"mixer": "window", **named}, {"mixer": "linear_bias", "feature_map": "t2r"}).feature_map == "t2r"
+    )
+
+
 def test_bad_overrides():
     assert "unknown key 'windw' (an override)" in problem(None, windw="3")
     assert "seed needs a value" in problem(None, seed="")
