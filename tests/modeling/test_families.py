@@ -180,12 +180,15 @@ def test_converted_family(name, workshop):
     assert check_gradients(model) > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "feature_map"), [(name, list(FEATURE_MAPS)[i % 6]) for i, name in enumerate(CONVERTED)]
-)
+# Not every family has a length in its config, which cosformer needs.
+MAPS = [name for name in FEATURE_MAPS if name != "cosformer"]
+
+
+@pytest.mark.parametrize(("name", "feature_map"), [(name, MAPS[i % len(MAPS)]) for i, name in enumerate(CONVERTED)])
 def test_family_with_linear_attention_alone(name, feature_map):
+    """No layer that can be converted stays softmax, so that no layer makes a T x T mask."""
     model = tiny_model(name)
-    recipe = recipe_for(model.config, {"mixer": "linear", "feature_map": feature_map})
+    recipe = recipe_for(model.config, {"mixer": "linear", "feature_map": feature_map}) | {"keep_softmax": "none"}
     linearize.linearize_(model, recipe)
     check_cached_equals_uncached(model, name)
     check_padded_equals_single(model, name)
