@@ -26,6 +26,7 @@ from linearize.modeling.compat import CACHE_NAMES, HIDDEN_NAMES
 from linearize.modeling.context import ForwardContext
 
 SWITCH = "_linearize_switch"
+MASK = "attention_mask"
 
 
 @dataclass
@@ -126,7 +127,7 @@ class _Arguments:
 
     def set(self, args: tuple, kwargs: dict[str, Any], name: str, value: Any) -> tuple[tuple, dict[str, Any]]:
         """args and kwargs with `name` set, at its place if it was passed by position."""
-        position = self.positions[name]
+        position = self.positions.get(name, len(args))
         if position < len(args):
             return (*args[:position], value, *args[position + 1 :]), kwargs
         return args, {**kwargs, name: value}
@@ -140,15 +141,21 @@ class _AttentionHook:
         self.switch = switch
         self.layer = layer
 
-    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         context = forward_context.current()
         if context is None or self.switch.bypassed or self.layer in self.switch.kept:
-            return  # the attention function refuses with the reason
+            return None  # the attention function refuses with the reason
         context.hidden_states = self.arguments.get(args, kwargs, *HIDDEN_NAMES)
         if context.hidden_states is None and args:
             context.hidden_states = args[0]
         cache = self.arguments.get(args, kwargs, *CACHE_NAMES)
         context.slot = None if cache is None else adopt(cache, module.layer_idx)
+        mask = self.arguments.get(args, kwargs, MASK)
+        context.padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if context.padding is None:
+            return None
+        # Some attention modules (Doge's) mask what they compute beside attention, and slice a mask of four dims for it.
+        return self.arguments.set(args, kwargs, MASK, context.padding[:, None, None])
 
 
 class _BodyHook:

@@ -143,9 +143,8 @@ def _replay(mixer: Any, qkv: tuple[Tensor, ...], inputs: dict[str, Any], before:
 
 
 def padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask of a model without softmax layers: the padding mask (B, 1, 1, T), never a T x T one. Of four dims, since
-    some attention modules (Doge's) mask what they compute beside attention, and slice it for that."""
-    return attention_mask if attention_mask is None or attention_mask.dim() != 2 else attention_mask[:, None, None]
+    """The mask of a model without softmax layers: the (B, T) padding mask as it is, never a T x T one."""
+    return attention_mask
 
 
 def register() -> None:

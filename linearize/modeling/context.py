@@ -36,6 +36,7 @@ class ForwardContext:
         cu_seqlens: (N + 1,) bounds of sequences packed into B * T tokens, on the CPU; or None.
         hidden_states: (B, T, hidden) input of the attention module that is running.
         slot: where that module's state lives, or None without a cache.
+        padding: (B, KV), the mask that this module was given, where it was one of two dims.
         owner: the hook that entered it, which also ends it.
         outer: the context that it interrupted: one model may run inside another.
         switch: of the running model (see `attach`).
@@ -47,6 +48,7 @@ class ForwardContext:
     cu_seqlens: Tensor | None = None
     hidden_states: Tensor | None = None
     slot: LinearStateLayer | None = None
+    padding: Tensor | None = None
     owner: object = None
     outer: ForwardContext | None = None
     switch: Any = None
@@ -61,6 +63,8 @@ def valid_tokens(
     """
     if not context.per_layer_mask:
         return None if context.mask is None else context.mask.to(q.device)
+    if context.padding is not None:
+        return context.padding[:, -q.shape[1] :].bool().to(q.device)
     if attention_mask is None:
         return None
     return _diagonal(attention_mask, q.shape[1], slot).to(q.device)
@@ -71,8 +75,6 @@ def _diagonal(mask: Tensor, length: int, slot: LinearStateLayer | None) -> Tenso
 
     The diagonal is the only safe place: the last row of a sliding layer's mask hides old tokens too.
     """
-    if mask.dim() == 2:
-        return mask[:, -length:].bool()
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     rows = torch.arange(length, device=mask.device)
     if slot is not None and slot.is_static:
@@ -136,7 +138,7 @@ def remembering(checkpoint: Callable) -> Callable:
         if context is None:
             return checkpoint(function, *args, **kwargs)
         # A copy, since hidden_states and slot change from layer to layer.
-        context = replace(context, hidden_states=None, slot=None, owner=None, outer=None)
+        context = replace(context, hidden_states=None, slot=None, padding=None, owner=None, outer=None)
 
         def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
             with running(context):
