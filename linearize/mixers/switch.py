@@ -41,7 +41,7 @@ class LengthSwitchMixer(nn.Module):
     stays so.
 
     Raises:
-        UsageError: a length below 1, or an unknown feature map or option of it.
+        UsageError: a length below 1, an unknown feature map or option of it, or a map that takes no more tokens.
     """
 
     layer_type = "linear_attention"
@@ -62,6 +62,13 @@ class LengthSwitchMixer(nn.Module):
         self.linear = LinearMixer(
             shape, feature_map=feature_map, feature_map_options=feature_map_options, generator=generator
         )
+        limit = self.linear.feature_map.max_length
+        if limit is not None and limit <= length:
+            raise UsageError(
+                f"mixer 'length_switch' can't have length={length} with a feature map that takes {limit} tokens: it "
+                "would never be used",
+                "Lower mixer_options.length, or raise feature_map_options.length",
+            )
 
     def forward(
         self,

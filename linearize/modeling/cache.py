@@ -143,8 +143,10 @@ class LinearStateLayer(CacheLayerMixin):
             RuntimeError: the state has grown, and the cache is static.
         """
         if self.record_past:
-            before = None if self.state is None else {name: x.clone() for name, x in self.state.items()}
-            self._log.append((before if self.is_static else self.state, length, replay))
+            before = self.state  # the mixer got a copy, see `take`
+            if self.is_static and before is not None:  # it is overwritten below
+                before = {name: x.clone() for name, x in before.items()}
+            self._log.append((before, length, replay))
         if self.is_static and self.state is not None and not torch.is_grad_enabled():
             # A compiled decode step of a static cache expects its tensors to stay where they are.
             for name, x in state.items():

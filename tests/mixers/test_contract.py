@@ -64,6 +64,35 @@ def test_padded_equals_alone(name, heads):
 
 
 @ALL
+def test_calls_without_tokens_or_rows_change_nothing(name):
+    shape = shape_of()
+    mixer, x = mixer_of(SPECS[name], shape), inputs_of(shape, 20)
+    torch.testing.assert_close(in_pieces(mixer, x, [0, 8, 0, 0, 1, 11]), run(mixer, x)[0], **SAME)
+    with torch.no_grad():
+        assert in_pieces(mixer, x.part(slice(0, 0)), [8, 1, 11]).shape == (0, 20, 4, 24)
+
+
+@ALL
+def test_padding_of_nan_reaches_nothing(name):
+    """Neither outputs, its own among them, nor gradients of what reads the hidden input and the values."""
+    shape = shape_of()
+    mixer, x = mixer_of(SPECS[name], shape), inputs_of(shape, 30)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[0, :9] = mask[1, 25:] = False
+    expected, _ = run(mixer, x, mask=mask)
+    wild = type(x)(*(t.masked_fill(~mask.view(2, 30, *(1,) * (t.dim() - 2)), torch.nan) for t in x))
+    with torch.no_grad():
+        for lengths in ([30], [5, *[1] * 4, 21], [1] * 30):
+            out = in_pieces(mixer, wild, lengths, mask)
+            assert out.isfinite().all()
+            torch.testing.assert_close(out[mask], expected[mask], **SAME)
+    out, _ = run(mixer, x._replace(v=wild.v, hidden_states=wild.hidden_states), mask=mask)
+    if out.requires_grad:
+        out.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
+
+
+@ALL
 def test_packed_equals_separate(name):
     """One of the sequences is empty."""
     shape = shape_of()

@@ -9,7 +9,7 @@ import torch
 
 from linearize.errors import UsageError
 from linearize.inspection import inspect
-from linearize.mixers import MIXERS, build_mixer
+from linearize.mixers import MIXERS, build_mixer, state_bytes
 from linearize.recipe import load_recipe
 from tests.checkpoints import save
 from tests.mixers.specs import in_pieces, inputs_of, mixer_of, run, shape_of
@@ -70,6 +70,14 @@ def test_calibration_gives_the_inner_mixer_the_distances_of_its_own_heads():
     mixer.start(distance)
     alone.start(distance)
     torch.testing.assert_close(mixer.inner.decay.bias, alone.decay.bias[[0, 2, 3]])
+
+
+def test_its_state_can_be_sized_at_lengths_that_its_map_refuses():
+    options = {"feature_map": "cosformer", "feature_map_options": {"length": 100}}
+    spec = {"name": "heads", "over": "linear", "over_options": options}
+    sizes = [state_bytes(spec, shape_of(), tokens=tokens) for tokens in (100, 101, 1000)]
+    assert sizes[1] - sizes[0] == (16 + 24) * 2 + 1
+    assert sizes[2] - sizes[0] == 900 * (sizes[1] - sizes[0])
 
 
 def test_inspect_counts_the_kept_heads_at_every_length(tmp_path):

@@ -131,6 +131,14 @@ def test_the_state_is_that_of_linear_and_a_cache_of_the_first_tokens():
     assert state_bytes({**SPEC, **maps}, shape) == linear + 2 * L * 2 * (16 + 24) + 8
 
 
+def test_a_map_that_takes_no_more_tokens_is_refused():
+    """It would be refused where a state is kept, and not where none is."""
+    options = {"feature_map": "cosformer", "feature_map_options": {"length": 50}}
+    with pytest.raises(UsageError, match="length=50 with a feature map that takes 50 tokens"):
+        build_mixer({"name": "length_switch", **options, "length": 50}, shape_of(), layer=0, seed=0)
+    build_mixer({"name": "length_switch", **options, "length": 49}, shape_of(), layer=0, seed=0)
+
+
 def test_a_length_below_one_is_refused():
     with pytest.raises(UsageError, match="can't have length=0"):
         build_mixer({"name": "length_switch", "length": 0}, shape_of(), layer=0, seed=0)

@@ -9,6 +9,7 @@ import torch
 
 import linearize
 from linearize.mixers.registry import MIXERS, register_mixer
+from linearize.mixers.rfa import RFAMixer
 from linearize.mixers.window import WindowMixer
 from linearize.training.calibrate import calibrate
 from tests.modeling.models import converted, shaken, tiny_llama, tokens
@@ -69,6 +70,32 @@ def test_gates_are_those_of_a_search_through_the_grid(recipe):
     assert moved
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert {name.rpartition(".")[2] for name in changed} == {"gate"}
+
+
+def test_heads_that_share_a_value_choose_it_together():
+    """Each of a pair would have another one: `log_tau` of rfa is one for the query heads of a key/value head."""
+    model = converted_to({"mixer": "rfa", "mixer_options": {"features": 64}})
+    grid, mixers = RFAMixer.grid["log_tau"], [layer.self_attn.linearize for layer in model.model.layers]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.view(4, 32, -1).mul_(torch.tensor([0.01, 30, 0.01, 30])[:, None, None])
+            layer.self_attn.k_proj.weight.mul_(3)
+        tables: list[list[torch.Tensor]] = [[], [], []]  # of each layer: for each value, errors (2 groups, 2 heads)
+        for value in (0.0, *grid):
+            for layer, mixer in enumerate(mixers):
+                mixer.log_tau.fill_(value)
+                student, teacher = outputs(model)[layer]
+                tables[layer].append((student - teacher).square().sum(1).view(2, 2))
+                mixer.log_tau.zero_()
+    found, apart = calibrate(model, BATCHES), 0
+    for report, table, mixer in zip(found, tables, mixers, strict=True):
+        errors = torch.stack(table)
+        best = errors.sum(2).argmin(0)
+        assert mixer.log_tau.tolist() == [(0.0, *grid)[number] for number in best]
+        apart += int((errors.argmin(0) != best[:, None]).sum())
+        square = outputs(model)[report["layer"]][1].square().sum()
+        assert report["error_after"] == pytest.approx(float(errors.sum(2).amin(0).sum() / square), rel=1e-4)
+    assert apart
 
 
 def test_a_gate_that_no_value_of_the_grid_betters_stays():

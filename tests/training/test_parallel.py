@@ -42,6 +42,7 @@ RUNS = {
     "all": ("tied", [{**MIXERS, **AGAIN}, LORA, ALL], LOOKS),
     "adapter": ("tied", [KEPT], {"data": {"source": "teacher", "teacher_tokens": 1500}}),
     "dropout": ("apart", [DROPOUT], {"every": {"evaluate": 0, "save": 1}}),
+    "redraw": ("random", [{**LORA, "redraw": 1}], {}),
 }
 STOP = (0, STEPS)  # the stage and step after which "dropout" is stopped, before it is saved
 MODES = ("copies", "shards")
@@ -56,6 +57,7 @@ def runs(tmp_path_factory):
     models = {
         "tied": engine.checkpoint(root / "tied"),
         "apart": engine.checkpoint(root / "apart", tie_word_embeddings=False),
+        "random": engine.checkpoint(root / "random", recipe={"feature_map": "favor"}),
     }
     todo = []
     for name, (model, stages, settings) in RUNS.items():
@@ -88,7 +90,7 @@ def difference(one, other) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["stages", "all", "adapter"])
+@pytest.mark.parametrize("name", ["stages", "all", "adapter", "redraw"])
 def test_gradients_losses_and_weights_are_those_of_one_process(runs, name, mode):
     one, two = runs / name / "one", runs / name / mode
     steps = list(zip(recorded(one)["gradients"], recorded(two)["gradients"], strict=True))
