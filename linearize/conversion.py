@@ -121,10 +121,12 @@ def convert(
     selection = _measured(plan, revision, progress) if is_auto(plan.recipe) else None
     if selection is not None:
         chosen = because(selection, IN_MODEL)
-        plan = make_plan(source, with_chosen(plan.recipe, selection), destination, chosen=chosen)
+        made = make_plan(source, with_chosen(plan.recipe, selection), destination, chosen=chosen)
+        plan = replace(made, memory_bytes=plan.memory_bytes)
     with _terminable():
         plan, files, notes = _carry_out(plan, selection, destination, force=force, dtype=dtype, progress=progress)
-    return Result(plan, destination.path, time.monotonic() - start, files, tuple(notes))
+    told = selection["notes"] if selection is not None else ()
+    return Result(plan, destination.path, time.monotonic() - start, files, (*told, *notes))
 
 
 def _measured(plan: Plan, revision: str | None, progress: Progress | None) -> dict[str, Any]:

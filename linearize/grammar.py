@@ -41,8 +41,8 @@ def recipe_options(keeps: bool = True) -> Callable[..., Any]:
     """The options that say what a model is converted to; `keeps`: which layers stay, too."""
     options = [
         click.option("--recipe", metavar="FILE|NAME", help="A recipe (default: `default`)."),
-        click.option("--mixer", metavar="NAME", help="What replaces attention: window, linear."),
-        click.option("--feature-map", metavar="NAME", help="hedgehog, elu1, relu, t2r, favor, taylor."),
+        click.option("--mixer", metavar="NAME", help="What replaces attention: window, linear, gla ..."),
+        click.option("--feature-map", metavar="NAME", help="hedgehog, favor, elu1, cosformer ..."),
         click.option("--window", type=int, metavar="N", help="Newest tokens under exact softmax."),
         click.option("--sinks", type=int, metavar="N", help="First tokens that stay exact."),
         set_option,

@@ -30,10 +30,10 @@ def linearize_(
         UsageError: for a wrong recipe.
         ModelError: if the model can't be converted, or is already.
     """
+    from linearize.layer_plan import plan_layers
     from linearize.modeling.attach import attach
     from linearize.modeling.classes import BLOCK, block_for, classes_for, is_linearized
     from linearize.modeling.probe import probe
-    from linearize.plan import plan_layers
     from linearize.recipe import load_recipe
     from linearize.selection_file import is_auto, settled
 
@@ -46,7 +46,7 @@ def linearize_(
         raise ModelError(f"{type(model).__name__} isn't the causal language model of '{config.model_type}'")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError("this model has weights on the meta device or offloaded", "Load it whole, or use convert")
-    settings, chosen = settled(settings, probed)
+    settings, chosen, _ = settled(settings, probed)
     if is_auto(settings):
         raise UsageError(
             f"keep_softmax: {settings.keep_softmax} has to measure the model, which needs it on disk",

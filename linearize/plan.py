@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.errors import ResourceError, UsageError
+from linearize.errors import ResourceError
 from linearize.family import as_loaded, check_depth, compare_tensors, load_config, without_how_to_compute
 from linearize.faults import all_faults
 from linearize.headers import tensor_bytes
-from linearize.keep_softmax import kept_layers, ranges
-from linearize.recipe_mixers import check_named
+from linearize.layer_plan import plan_layers
 from linearize.selection_file import STAND_IN, is_auto, settled
 from linearize.source import Source
 
 if TYPE_CHECKING:
-    from linearize.modeling.probe import Probe, ProbedLayer
+    from linearize.modeling.probe import Probe
     from linearize.recipe import Recipe
     from linearize.target import Destination
 
@@ -27,6 +26,9 @@ MIXER_SHARD = "model-linearize.safetensors"
 REMOTE_CODE = "modeling_linearized.py"
 FILE_SLACK_BYTES = 4096  # what a file takes beyond its bytes: the rest of its last block, its directory entry
 SMALL_FILES_BYTES = 1_000_000  # config, index, manifest, remote code
+# Of chunks of logits in float32, several times over, and of hidden states: of 19M parameters and a vocabulary of 32,000
+# converting with auto: took 1.07 GB in all, at 1.47 GB planned.
+MEASURING_BYTES = 700_000_000
 BASE_MEMORY_BYTES = 700_000_000  # Python, torch, Triton, transformers, scikit-learn where it is installed
 
 
@@ -131,7 +133,7 @@ def make_plan(source: Source, recipe: Recipe, destination: Destination | None = 
     if source.tensors:
         check_depth(config, source.tensors, source.name)
     probed = probe(config)
-    recipe, why = settled(recipe, probed)
+    recipe, why, told = settled(recipe, probed)
     layers = plan_layers(probed, recipe, chosen := chosen or why)
     new_tensors = plan_tensors(layers, recipe.seed)
     faults, notes = compare_tensors(as_loaded(config, source.tensors), source.tensors) if source.tensors else ([], [])
@@ -139,6 +141,7 @@ def make_plan(source: Source, recipe: Recipe, destination: Destination | None = 
         raise all_faults(source.name, faults, "Download the model again, or correct its config.json")
     if without_how_to_compute(source.config) != source.config:
         notes.append("config.json's choice of an attention or experts implementation is dropped: it may fetch code")
+    notes += told
     if is_auto(recipe):
         notes.append(STAND_IN.format(recipe.keep_softmax))
     notes += [f"layer {layer.layer}: {note}" for layer in probed.layers for note in layer.notes]
@@ -152,7 +155,7 @@ def make_plan(source: Source, recipe: Recipe, destination: Destination | None = 
         files=files,
         bytes_needed=SMALL_FILES_BYTES + sum(f.bytes + FILE_SLACK_BYTES for f in files if f.how != "link"),
         bytes_free=destination.free_bytes if destination else None,
-        memory_bytes=_memory_bytes(source, new_tensors),
+        memory_bytes=_memory_bytes(source, new_tensors) + (_measuring_bytes(source) if is_auto(recipe) else 0),
         notes=source.notes + tuple(notes),
         chosen=chosen,
     )
@@ -166,63 +169,9 @@ def _memory_bytes(source: Source, new_tensors: Mapping[str, tuple[str, tuple[int
     return BASE_MEMORY_BYTES + mixers + source.loaded_bytes + 4 * source.loaded_parameters
 
 
-def plan_layers(probed: Probe, recipe: Recipe, chosen: str = "") -> list[dict[str, Any]]:
-    """What becomes of each layer that has attention, with the reason: the `linearize` block's "layers".
-
-    Raises:
-        UsageError: keep_softmax or layers names a layer that isn't there, layers one that stays as it is, or no layer
-            is left to convert.
-    """
-    from linearize.mixers import layer_type
-
-    stays = {layer.module: _why_stays(layer, recipe) for layer in probed.layers}
-    convertible = [layer.layer for layer in probed.layers if not stays[layer.module]]
-    kept = kept_layers(recipe.keep_softmax, convertible, [layer.layer for layer in probed.layers])
-    if not set(convertible) - kept:
-        raise _nothing_left(set(stays.values()) - {""}, convertible)
-    keeps = chosen or f"kept by keep_softmax: {_as_text(recipe.keep_softmax)}"
-    # What a selection keeps wasn't known when the layers were named: they were measured with their mixers, and lost.
-    asked = set() if chosen or is_auto(recipe) else kept
-    check_named(recipe.layers, {x.layer: stays[x.module] or keeps * (x.layer in asked) for x in probed.layers})
-    layers = []
-    for layer in probed.layers:
-        entry: dict[str, Any] = {"layer": layer.layer, "module": layer.module, "type": layer.kind}
-        if stays[layer.module]:
-            entry["because"] = stays[layer.module]
-        elif layer.layer in kept:
-            entry["because"] = keeps
-        else:
-            spec, named = recipe.mixer_spec(layer.layer), recipe.named(layer.layer)
-            entry |= {"type": layer_type(spec), "mixer": spec, "shape": layer.shape.to_dict()}
-            why = f"named by layers: {named}" if named else "keep_softmax doesn't keep it"
-            entry["because"] = f"{layer.kind.replace('_', ' ')}, and {why}"
-        layers.append(entry)
-    return layers
-
-
-def _why_stays(layer: ProbedLayer, recipe: Recipe) -> str:
-    if layer.refusal:
-        return layer.refusal
-    if layer.kind == "sliding_attention" and not recipe.convert_sliding:
-        return "sliding-window attention is of constant size already (convert_sliding would convert it)"
-    return ""
-
-
-def _nothing_left(reasons: set[str], convertible: Sequence[int]) -> UsageError:
-    if convertible:
-        return UsageError(
-            f"keep_softmax keeps all {len(convertible)} convertible layers ({ranges(convertible)}), "
-            "so nothing is left to convert",
-            "Keep fewer layers",
-        )
-    return UsageError(
-        f"no layer can be converted: {'; '.join(sorted(reasons))}",
-        "Set convert_sliding: true, if it is for sliding-window layers",
-    )
-
-
-def _as_text(spec: Any) -> str:
-    return spec if isinstance(spec, str) else ",".join(map(str, spec))
+def _measuring_bytes(source: Source) -> int:
+    """What `select` takes besides: the model in float32 (what loads a GGUF file is counted already), and logits."""
+    return MEASURING_BYTES + (0 if source.loaded_bytes else 4 * source.num_parameters)
 
 
 def plan_tensors(layers: Sequence[Mapping[str, Any]], seed: int) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from linearize.grammar import (
     recipe_options,
 )
 from linearize.selection import BUDGET, DEFAULT_SCORE, SCORES
+from linearize.selection_file import read_selection
+
+WORDS = {"sets": "set", "plugins": "import"}  # options whose parameters have other names
 
 
 @click.command()
@@ -49,6 +53,7 @@ def select(model: str, out: str, as_json: bool, **options: Any) -> None:
     except ValueError:
         raise UsageError("--pairs takes whole numbers", "For example --pairs 16,32") from None
     file = _place(out)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; there is a bar for the whole run
     from linearize import console
     from linearize.select_show import print_selection, write
     from linearize.selection import select as measure
@@ -58,15 +63,44 @@ def select(model: str, out: str, as_json: bool, **options: Any) -> None:
     with quiet_stdout(as_json), console.progress("layers run") as bar:
         document = measure(model, recipe=recipe, pairs=pairs, progress=bar, note=note, **chosen)
     wrote = write(document, file)
-    emit(document | {"wrote": wrote}, as_json, print_selection)
+    emit(document | {"wrote": wrote}, as_json, lambda shown: print_selection(shown, _typed(options)))
+
+
+def _typed(options: Mapping[str, Any]) -> list[str]:
+    """The options that gave the recipe, to be given again: what a layer loses depends on its mixer."""
+    words = []
+    for key in (*RECIPE_KEYS, "plugins", "revision"):
+        value, option = options.get(key), f"--{WORDS.get(key, key.replace('_', '-'))}"
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        words += [word for one in values for word in (option, str(one))]
+    return words
 
 
 def _place(out: str) -> Path:
-    """The file, if it can be written; what takes minutes must not fail at its end."""
-    file = Path(out).expanduser()
+    """The file, if it and its figure can be written; what takes minutes must not fail at its end."""
+    try:
+        file = Path(out).expanduser()
+    except RuntimeError:
+        raise UsageError(f"-o {out} is in the home folder of a user who doesn't exist", "Check the name") from None
     if file.suffix != ".json":
         raise UsageError(f"-o {out} isn't the name of a .json file", "For example -o selection.json")
+    picture = file.with_suffix(".png")
     nearest = next(path for path in (file, *file.absolute().parents) if os.path.lexists(path))
-    if file.is_dir() or (nearest != file and not nearest.is_dir()) or not os.access(nearest, os.W_OK):
-        raise UsageError(f"-o {out} can't be written: {nearest} is in the way", "Choose another file")
+    blocked = [path for path in (file, picture) if path.is_dir()]
+    blocked += [nearest] if nearest != file and not nearest.is_dir() else []
+    if blocked:
+        raise UsageError(f"-o {out} can't be written: {blocked[0]} is in the way", "Choose another file")
+    if not os.access(nearest, os.W_OK):
+        raise UsageError(f"-o {out} can't be written: {nearest} is not yours to write to", "Choose another file")
+    strange = [path for path in (file, picture) if path.exists() and not _is_selection(file)]
+    if strange:
+        raise UsageError(f"-o {out} would replace {strange[0]}, which is no selection's", "Choose another file")
     return file
+
+
+def _is_selection(file: Path) -> bool:
+    """Whether `linearize select` wrote it, so that it may write it anew."""
+    try:
+        return bool(read_selection(file))
+    except UsageError:
+        return False

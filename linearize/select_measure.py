@@ -137,6 +137,8 @@ class Bench:
         with torch.inference_mode(), keeping(self.model, kept):
             try:
                 yield
+            except FloatingPointError as error:  # a mixer's own complaint, on the CPU
+                raise ModelError(f"the model can't be measured: {error}") from error
             except torch.OutOfMemoryError as error:
                 what = "the device's memory is too small for the model and these documents"
                 raise ResourceError(what, "Choose a smaller --length, or fewer --pairs or --samples") from error

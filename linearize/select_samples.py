@@ -75,7 +75,8 @@ def draw(
     Raises:
         UsageError: an argument out of range, or a text that is too short or can't be read.
     """
-    lists = build(LISTS, tokenizer, pairs=pairs, samples=-(-samples // len(set(pairs))), seed=seed)
+    each = -(-samples // max(len(set(pairs)), 1))  # of no pairs, `build` complains
+    lists = build(LISTS, tokenizer, pairs=pairs, samples=each, seed=seed)
     needles = build(NEEDLES, tokenizer, lengths=[length], depths=DEPTHS, samples=-(-samples // len(DEPTHS)), seed=seed)
     windows = Windows(Setting(tokenizer, text=data, seed=seed))
     texts = tuple(windows.ids(Cell(length=length), number)[0] for number in range(samples))

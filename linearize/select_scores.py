@@ -1,4 +1,4 @@
-"""From what hybrids lose to the layers that stay softmax: damages with intervals, scores, the greedy choice."""
+"""From what hybrids lose to the layers that stay softmax: damages with intervals, scores, the greedy choice, notes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from linearize.select_measure import Outcome
 
 FLOOR = 0.01  # nats; the least KL that `ratio` divides by, so that a layer that hardly matters doesn't win by noise
 CANDIDATES = 2  # times the budget: what `greedy` tries
+GOOD_TEACHER = 0.8  # accuracy under which a loss of recall hardly shows
+FEW = 5  # samples; fewer give intervals that say little
 
 
 def damage(teacher: Outcome, outcome: Outcome) -> dict[str, Any]:
@@ -99,3 +101,31 @@ def greedy(
         kept.append(best)
         steps.append({"layer": best, "kl": tried[best]["kl"], "recall_nll": tried[best]["recall_nll"]})
     return steps
+
+
+def notes_on(found: Mapping[str, Any], mixers: str, samples: int, score: str) -> list[str]:
+    """What to know of a selection."""
+    notes = []
+    if mixers == "untrained":
+        notes.append(
+            "the mixers are untrained: attention transfer changes what each layer loses, and may be measured, too"
+        )
+    weak = [
+        f"{task} {each['accuracy']:.2f}"
+        for task, each in found["teacher"]["tasks"].items()
+        if each["accuracy"] < GOOD_TEACHER
+    ]
+    if weak:
+        notes.append(
+            f"the teacher itself often fails ({', '.join(weak)}), so that losses of recall say little"
+            + (": use score kl" if score != "kl" else "")
+        )
+    if samples < FEW:
+        notes.append(f"few samples ({samples}) tell little about chance: use at least {FEW}")
+    rivals = {"uniform": found["uniform"], "random": mean_of(found["random"])}
+    others = [name for name, rival in rivals.items() if combined(rival) < combined(found["chosen"])]
+    if others:
+        notes.append(
+            f"the chosen layers lose more (KL and loss on answers together) than the {' and the '.join(others)} ones"
+        )
+    return notes

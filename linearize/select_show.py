@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ HYBRIDS = {
 }
 
 
-def print_selection(document: Mapping[str, Any]) -> None:
-    """A table of the layers, one of the hybrids, and what to do next."""
+def print_selection(document: Mapping[str, Any], typed: Sequence[str] = ()) -> None:
+    """A table of the layers, one of the hybrids, and what to do next; `typed` are the options that gave the recipe."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -65,8 +66,10 @@ def print_selection(document: Mapping[str, Any]) -> None:
     for name in document.get("wrote", ()):
         say(f"wrote {name}")
     if document.get("wrote"):
-        words = ["linearize", "convert", document["model"], "-o", "OUT", "--keep-softmax", f"@{document['wrote'][0]}"]
-        say(f"next: {shlex.join(words)}")
+        model, recipe = ("BASE", ("--recipe", "RECIPE")) if document["converted"] else (document["model"], typed)
+        words = ["linearize", "convert", model, "-o", "OUT", *recipe, "--keep-softmax", f"@{document['wrote'][0]}"]
+        made = f" (BASE and RECIPE: those that {document['model']} was made from)" if document["converted"] else ""
+        say(f"next: {shlex.join(words)}{made}")
 
 
 def _accuracies(hybrid: Mapping[str, Any], tasks: list[str]) -> list[str]:
@@ -77,7 +80,7 @@ def _with_interval(found: Mapping[str, Any], sign: str = "") -> str:
     value = f"{found['value']:{sign}.3f}"
     if found["low"] is None:
         return value
-    low, high = (f"{found[end]:.3f}".replace("0.", ".", 1) for end in ("low", "high"))
+    low, high = (re.sub(r"^(-?)0\.", r"\1.", f"{found[end]:.3f}") for end in ("low", "high"))
     return f"{value} [{low}, {high}]"  # short, so that a row fits into 80 columns
 
 

@@ -34,8 +34,6 @@ DEFAULT_SCORE = "recall"
 BUDGET = "25%"
 RANDOM_SETS = 3
 NEEDED = ("accelerate", "matplotlib", "scipy")  # the last two are of the extra `eval`
-GOOD_TEACHER = 0.8  # accuracy under which a loss of recall hardly shows
-FEW = 5  # samples; fewer give intervals that say little
 Note = Callable[[str], None]
 Progress = Callable[[str, int, int], None] | None
 
@@ -95,6 +93,7 @@ def select(
 
     from linearize.select_measure import Bench
     from linearize.select_samples import check_positions, draw
+    from linearize.select_scores import notes_on
 
     place = choose_device(device)
     chosen_dtype, why = choose_dtype(dtype, place)
@@ -110,6 +109,7 @@ def select(
         "version": VERSION,
         "model": str(model),
         "architecture": architecture(subject.probed),
+        "converted": subject.settings is None,
         "mixers": subject.mixers,
         "recipe": subject.recipe,
         "score": score,
@@ -123,7 +123,7 @@ def select(
         "settings": {"dtype": str(loaded.dtype).removeprefix("torch."), "device": place.type},
         "versions": _versions(),
         **found,
-        "notes": _notes(found, subject.mixers, samples),
+        "notes": notes_on(found, subject.mixers, samples, score),
         "seconds": round(time.monotonic() - begun, 1),
     }  # fmt: skip
 
@@ -163,8 +163,8 @@ def _subject(model: str | Path, revision: str | None, settings: Recipe, asked: b
     """Everything that can be learned, and refused, before a weight is read."""
     from linearize.family import load_config
     from linearize.gguf import describe
+    from linearize.layer_plan import plan_layers
     from linearize.modeling.probe import probe
-    from linearize.plan import plan_layers
     from linearize.source import resolve
 
     source = resolve(model, revision=revision, allow_converted=True)
@@ -261,34 +261,6 @@ def choose(
         "random": [{"layers": each, **measure(each)} for each in sets],
     }  # fmt: skip
     return found | ({"greedy": steps} if steps else {})
-
-
-def _notes(found: Mapping[str, Any], mixers: str, samples: int) -> list[str]:
-    from linearize.select_scores import combined, mean_of
-
-    notes = []
-    if mixers == "untrained":
-        notes.append(
-            "the mixers are untrained: attention transfer changes what each layer loses, and may be measured, too"
-        )
-    weak = [
-        f"{task} {each['accuracy']:.2f}"
-        for task, each in found["teacher"]["tasks"].items()
-        if each["accuracy"] < GOOD_TEACHER
-    ]
-    if weak:
-        notes.append(
-            f"the teacher itself often fails ({', '.join(weak)}), so that losses of recall say little: use score kl"
-        )
-    if samples < FEW:
-        notes.append(f"{samples} samples tell little about chance: use at least {FEW}")
-    rivals = {"uniform": found["uniform"], "random": mean_of(found["random"])}
-    others = [name for name, rival in rivals.items() if combined(rival) < combined(found["chosen"])]
-    if others:
-        notes.append(
-            f"the chosen layers lose more (KL and loss on answers together) than the {' and the '.join(others)} ones"
-        )
-    return notes
 
 
 def _versions() -> dict[str, str]:

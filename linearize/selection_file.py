@@ -22,7 +22,8 @@ VERSION = 1
 IN_MODEL = "linearize-selection.json"  # beside the weights of a model whose layers `convert` chose itself
 MAX_FILE_BYTES = 10_000_000
 STAND_IN = (
-    "which layers {} keeps is measured when it is converted; until then as many, evenly spread, stand in for them"
+    "which layers {} keeps is measured when it is converted, with the whole model in memory; "
+    "until then as many, evenly spread, stand in for them"
 )
 
 
@@ -35,20 +36,28 @@ def architecture(probed: Probe) -> dict[str, Any]:
     return {"model_type": probed.base_model_type, "attention_layers": numbers, "shapes": f"sha256:{digest}"}
 
 
-def settled(recipe: Recipe, probed: Probe) -> tuple[Recipe, str]:
-    """`recipe` with a plain list of layers in the place of `keep_softmax: "@selection.json"`, and where it is from.
+def settled(recipe: Recipe, probed: Probe) -> tuple[Recipe, str, list[str]]:
+    """`recipe` with a plain list of layers in the place of `keep_softmax: "@selection.json"`, where it is from, and
+    what to know of it.
 
-    Other recipes come back as they are, with "".
+    Other recipes come back as they are, with "" and nothing.
 
     Raises:
         UsageError: the file isn't there, is no selection, or belongs to another model.
     """
     name = selection_of(recipe)
     if name is None:
-        return recipe, ""
+        return recipe, "", []
     selection = read_selection(name)
     check_model(selection, architecture(probed), name)
-    return with_chosen(recipe, selection), because(selection, Path(name).name)
+    measured, asked = (_mixers(each) for each in (selection["recipe"], recipe.conversion()))
+    notes = [f"{name} was measured with other mixers, and what a layer loses depends on its mixer"]
+    return with_chosen(recipe, selection), because(selection, Path(name).name), notes if measured != asked else []
+
+
+def _mixers(conversion: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `Recipe.conversion`, what decides which layers get which mixers."""
+    return {key: value for key, value in conversion.items() if key not in ("version", "keep_softmax", "seed")}
 
 
 def selection_of(recipe: Recipe) -> str | None:
@@ -58,8 +67,17 @@ def selection_of(recipe: Recipe) -> str | None:
 
 
 def with_chosen(recipe: Recipe, selection: Mapping[str, Any]) -> Recipe:
-    """`recipe` that keeps the layers that a selection has chosen."""
-    return recipe.model_copy(update={"keep_softmax": tuple(sorted(selection["chosen"]["layers"]))})
+    """`recipe` that keeps the layers that a selection has chosen, and gives them no mixer any more.
+
+    Who named them in `layers` couldn't know; and what config.json holds has to be a recipe that is taken again.
+    """
+    from linearize.recipe_files import layer_numbers
+    from linearize.recipe_mixers import in_order
+
+    chosen = set(selection["chosen"]["layers"])
+    left = {key: [n for n in layer_numbers(key) or () if n not in chosen] for key in recipe.layers}
+    blocks = in_order({ranges(numbers): recipe.layers[key] for key, numbers in left.items() if numbers})
+    return recipe.model_copy(update={"keep_softmax": tuple(sorted(chosen)), "layers": blocks})
 
 
 def because(selection: Mapping[str, Any], name: str) -> str:
@@ -78,8 +96,11 @@ def read_selection(name: str | Path) -> dict[str, Any]:
     Raises:
         UsageError: it can't be read, or isn't one.
     """
-    path = Path(name).expanduser()
     mend = "Make it with `linearize select MODEL -o selection.json`"
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"the selection {name} is in the home folder of a user who doesn't exist", mend) from None
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UsageError(f"{path} is too large to be a selection", mend)
@@ -100,9 +121,11 @@ def _is_selection(found: Any) -> bool:
     try:
         model, layers = found["architecture"], [found["chosen"]["layers"], found["architecture"]["attention_layers"]]
         texts = [found["score"], found["budget"], model["model_type"], model["shapes"]]
+        recipe = found["recipe"]
     except (KeyError, TypeError):
         return False
-    if not all(isinstance(text, str) for text in texts) or not all(isinstance(one, list) for one in layers):
+    kinds = [(texts, str), (layers, list), ([recipe], dict)]
+    if not all(isinstance(value, kind) for values, kind in kinds for value in values):
         return False
     return bool(layers[0]) and all(type(number) is int and number >= 0 for one in layers for number in one)
 

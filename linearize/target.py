@@ -18,7 +18,7 @@ MAX_JSON_BYTES = 200_000_000
 # What convert, and save_pretrained of a converted model, its tokenizer and its processor write. Narrow on purpose:
 # a *.json or *.txt of the user's must not match.
 SAVED = (
-    MANIFEST, "config.json", "generation_config.json", "modeling_linearized.py",
+    MANIFEST, "linearize-selection.json", "config.json", "generation_config.json", "modeling_linearized.py",
     "model.safetensors", "model.safetensors.index.json", "model-linearize.safetensors", "model-base*.safetensors",
     "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import linearize
+from linearize.select_show import _with_interval
 from linearize.selection_file import IN_MODEL
+from linearize.target import MANIFEST
 from tests.evals.engine import byte_tokenizer, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,11 +91,12 @@ def test_the_documented_keys_are_those_of_a_selection(selection):
 
 
 def test_the_table_shows_every_layer_and_hybrid(run, base, tmp_path):
-    done = run("select", base, "-o", tmp_path / "s.json", "--budget", "1", *RECIPE, *SMALL)
+    done = run("select", base, "-o", tmp_path / "s.json", "--budget", "1", *RECIPE, "--set", "seed=1", *SMALL)
     assert done.code == 0, done.err
     for words in (" kept", "evenly spread: 0", "random, mean of 3", "the teacher", "note: the mixers are untrained"):
         assert words in done.out
-    assert f"next: linearize convert {base} -o OUT --keep-softmax @{tmp_path / 's.json'}" in done.out
+    options = "--set seed=1 --feature-map elu1 --window 4"  # without them, other mixers would be made
+    assert f"next: linearize convert {base} -o OUT {options} --keep-softmax @{tmp_path / 's.json'}\n" in done.out
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,7 @@ def test_the_table_shows_every_layer_and_hybrid(run, base, tmp_path):
         (["--pairs", "many"], "--pairs takes whole numbers"),
         (["--window", "0"], "--window: must be at least 1"),
         (["-o", "selection.yaml"], "isn't the name of a .json file"),
+        (["-o", "~nobody-of-that-name/s.json"], "home folder of a user who doesn't exist"),
         (["--set", "keep_softmaks=1"], "keep_softmaks"),
     ],
 )
@@ -114,6 +118,48 @@ def test_wrong_options_are_named_before_a_model_is_looked_for(run, arguments, me
     done = run("select", "no/such/model", "-o", tmp_path / "s.json", *arguments)
     assert done.code == 2
     assert message in done.err
+
+
+def test_what_it_did_not_write_is_never_replaced(run, base, selection, tmp_path):
+    """Nor found to be in the way when all is measured."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "photo.png").write_bytes(b"mine")
+    (tmp_path / "folder.png").mkdir()
+    for name, said in (
+        ("config.json", f"would replace {tmp_path / 'config.json'}, which is no selection's"),
+        ("photo.json", f"would replace {tmp_path / 'photo.png'}"),
+        ("folder.json", f"{tmp_path / 'folder.png'} is in the way"),
+        ("photo.png/s.json", f"{tmp_path / 'photo.png'} is in the way"),
+    ):
+        done = run("select", "no/such/model", "-o", tmp_path / name)
+        assert done.code == 2
+        assert said in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "folder.png", "photo.png"]
+    (tmp_path / "s.json").write_text(selection.read_text())
+    (tmp_path / "s.png").write_bytes(b"of before")
+    done = run("select", base, "-o", tmp_path / "s.json", "--budget", "1", *RECIPE, *SMALL)
+    assert done.code == 0, done.err
+    assert (tmp_path / "s.png").read_bytes() != b"of before"
+
+
+def test_a_mixer_that_overflows_is_no_bug(run, base, tmp_path):
+    model = linearize.load(base)
+    model.model.layers[1].self_attn.k_proj.weight.data.fill_(1e30)  # softmax bears it, powers of keys don't
+    model.save_pretrained(tmp_path / "m")
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    done = run("select", tmp_path / "m", "-o", tmp_path / "s.json", "--budget", "1", "--feature-map", "taylor", *SMALL)
+    assert done.code == 3
+    assert "can't be measured: converted layer 1 gave NaN" in done.err
+
+
+def test_intervals_are_shown_as_they_are():
+    shown = [_with_interval({"value": 1.0, "low": low, "high": 10.1234}) for low in (0.5, -0.25, None)]
+    assert shown == ["1.000 [.500, 10.123]", "1.000 [-.250, 10.123]", "1.000"]
+
+
+def test_samples_of_no_pairs_are_refused(base):
+    with pytest.raises(linearize.errors.UsageError, match="no pairs"):
+        linearize.select(base, 1, pairs=[], samples=2, length=256)
 
 
 @pytest.mark.parametrize("budget", ["4", "90%", "7"])
@@ -135,6 +181,11 @@ def test_converted_checkpoints(run, base, tmp_path):
     assert done.json["layers"] == fresh["layers"]
     assert done.json["architecture"] == fresh["architecture"]
     assert done.json["recipe"] == fresh["recipe"]
+    assert (done.json["converted"], fresh["converted"]) == (True, False)
+    shown = run("select", tmp_path / "c", "-o", tmp_path / "s.json", "--budget", "1", "--score", "kl", *SMALL).out
+    assert "next: linearize convert BASE -o OUT --recipe RECIPE --keep-softmax @" in shown  # c itself is refused
+    assert "often fails" in shown
+    assert "use score kl" not in shown
     done = run("select", tmp_path / "c", "-o", tmp_path / "s.json", *RECIPE)
     assert done.code == 2
     assert "converted already, so no recipe applies" in done.err
@@ -166,7 +217,21 @@ def test_a_selection_in_a_recipe_and_in_memory(base, selection, tmp_path):
     assert linearize.load_recipe(recipe).keep_softmax == f"@{selection}"
     model = linearize.linearize_(linearize.load(base), recipe)
     assert model.config.linearize["recipe"]["keep_softmax"] == [1, 3]
-    assert linearize.inspect(base, recipe=recipe)["recipe"]["keep_softmax"] == [1, 3]
+    report = linearize.inspect(base, recipe=recipe)
+    assert report["recipe"]["keep_softmax"] == [1, 3]
+    assert report["notes"] == []
+    others = linearize.inspect(base, recipe=recipe, overrides={"window": 5})["notes"]
+    assert others == [f"{selection} was measured with other mixers, and what a layer loses depends on its mixer"]
+
+
+def test_layers_that_a_selection_keeps_are_no_longer_named(base, selection, tmp_path):
+    """What config.json records can be converted with again."""
+    blocks = {"0, 3": {"mixer": "linear"}, "1": {"mixer": "gla"}, "2": {"mixer": "retnet"}}
+    first = linearize.convert(base, tmp_path / "a", recipe={"layers": blocks, "keep_softmax": f"@{selection}"})
+    assert list(first.plan.recipe.layers) == ["0", "2"]
+    recorded = json.loads((tmp_path / "a" / "config.json").read_text())["linearize"]["recipe"]
+    again = linearize.convert(base, tmp_path / "b", recipe=recorded)
+    assert [layer.get("mixer") for layer in again.plan.layers] == [layer.get("mixer") for layer in first.plan.layers]
 
 
 def test_a_selection_that_does_not_fit_is_refused(run, base, selection, tmp_path):
@@ -191,10 +256,12 @@ def test_a_selection_that_does_not_fit_is_refused(run, base, selection, tmp_path
     assert "isn't a selection" in refusal(lambda one: one.update(chosen=[1]))
     assert "isn't a selection" in refusal(lambda one: one["chosen"].update(layers=["1"]))
     assert "isn't a selection" in refusal(lambda one: one.pop("architecture"))
+    assert "isn't a selection" in refusal(lambda one: one.update(recipe=None))
     for text, message in (("{", "isn't JSON"), ("[]", "isn't a selection")):
         (tmp_path / "bad.json").write_text(text)
         assert message in run("convert", base, "-o", tmp_path / "out", "--keep-softmax", f"@{tmp_path}/bad.json").err
-    assert "can't be read" in run("convert", base, "-o", tmp_path / "out", "--keep-softmax", "@nowhere.json").err
+    for name, said in (("nowhere.json", "can't be read"), ("~nobody-of-that-name/s.json", "user who doesn't exist")):
+        assert said in run("convert", base, "-o", tmp_path / "out", "--keep-softmax", f"@{name}").err
 
 
 def test_auto_selects_while_it_converts(run, base, tmp_path, monkeypatch):
@@ -207,7 +274,9 @@ def test_auto_selects_while_it_converts(run, base, tmp_path, monkeypatch):
     options = [base, *RECIPE, "--keep-softmax", "auto:2"]
     done = run("convert", *options, "-o", tmp_path / "a", "--dry-run")
     assert done.code == 0, done.err
-    assert "note: which layers auto:2 keeps is measured when it is converted" in done.out
+    assert "note: which layers auto:2 keeps is measured when it is converted, with the whole model in mem" in done.out
+    listed, measured = (linearize.inspect(base, overrides={"keep_softmax": spec}) for spec in ([0, 2], "auto:2"))
+    assert measured["memory_bytes"] > listed["memory_bytes"] + 4 * listed["parameters"]
     assert not (tmp_path / "a").exists()
     for out in ("a", "b"):
         done = run("convert", *options, "-o", tmp_path / out, "--json")
@@ -222,6 +291,9 @@ def test_auto_selects_while_it_converts(run, base, tmp_path, monkeypatch):
     files = {path.name for path in (tmp_path / "a").iterdir()}
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
     assert run("verify", tmp_path / "a").code == 0
+    assert done.json["notes"] == chosen["notes"] != []
+    (tmp_path / "a" / MANIFEST).unlink()  # as where a model was saved over it
+    assert run("convert", base, "-o", tmp_path / "a", *RECIPE, "--force").code == 0
     with pytest.raises(linearize.errors.UsageError, match=r"auto:2 has to measure .*\"@selection\.json"):
         linearize.linearize_(linearize.load(base), keep_softmax="auto:2")
     done = run("convert", base, "-o", tmp_path / "c", "--keep-softmax", "auto:4")

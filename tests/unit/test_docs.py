@@ -90,9 +90,9 @@ def test_the_state_takes_the_bytes_that_the_documentation_says(feature_map, feat
 def test_the_checkpoint_example_has_the_keys_of_a_real_one():
     from transformers import LlamaConfig
 
+    from linearize.layer_plan import plan_layers
     from linearize.modeling.classes import linearized_config_dict
     from linearize.modeling.probe import probe
-    from linearize.plan import plan_layers
 
     example = json.loads(re.findall(r"```json\n(.*?)```", read("docs/checkpoint.md"), re.DOTALL)[0])
     config = LlamaConfig(
