@@ -138,7 +138,7 @@ def draw(document: Mapping[str, Any]) -> bytes:
             ),
             Patch(facecolor=GREY, label="converted"),
         ]
-        figure.axes[0].legend(handles=marks)
+        figure.legend(handles=marks, loc="outside lower center", ncols=2)  # no place inside is free of bars for certain
         picture = io.BytesIO()
         figure.savefig(picture, dpi=150)
     return picture.getvalue()
