@@ -200,8 +200,9 @@ def print_report(report: dict[str, Any]) -> None:
         say(f"disk      {disk['path']}: {free} free")
     hub = report["hub"]
     say(f"hub       offline {hub['offline']}, logged in {hub['logged_in']}")
+    width = max(len(row["name"]) for kind in ("mixers", "feature_maps") for row in report[kind])
     for title, rows in (("mixers", report["mixers"]), ("feature maps", report["feature_maps"])):
         say("")
         say(title)
         for row in rows:
-            say(f"  {row['name']:10} {row['paper']:18} {row['summary']}")
+            say(f"  {row['name']:{width}} {row['paper']:18} {row['summary']}")
