@@ -20,6 +20,9 @@ from linearize.training.trainable import MIXER
 
 QUERIES = 64  # at a time, of the distances that attention looks over
 LEAST = 0.1  # of an output's size: a head that points elsewhere still starts with something to train
+# Of the mean distance. A few far tokens, above all the first one, draw it out, so that much of what a head looks at
+# can lie far nearer.
+SHARES = (1.0, 1 / 4, 1 / 16)
 Batch = tuple[Tensor, Tensor | None]  # (B, T) input_ids, and position_ids if there are any
 
 
@@ -30,7 +33,8 @@ def calibrate(
 ) -> list[dict[str, Any]]:
     """Set what mixers leave to set, by what softmax attention does on a few batches:
 
-    - `mixer.start(distance)` is called first, with how many tokens back each head looks on average, (H,);
+    - `mixer.start(distance)` is called first, with how many tokens back each head looks on average, (H,), or, without a
+      grid, with the one of SHARES of it that leaves the heads of a key/value head the least error;
     - `mixer.grid`, a few values for a parameter of each head, (H,), or of each key/value head, (Hk,): that of the least
       squared error of what these heads give;
     - `mixer.scale`, the name of a parameter (H,) or (H, Dv) that multiplies the output: it is multiplied by the factor
@@ -47,8 +51,9 @@ def calibrate(
 
     Returns:
         For each converted layer: `error_before` and `error_after`, squared and relative to the teacher's square;
-        `distance`, how many tokens back its softmax attention looks on average, for each head; and `scale`, the factor
-        for each head, of mixers that have one.
+        `distance`, how many tokens back its softmax attention looks on average, for each head; `share`, what part of it
+        `start` got, for each key/value head, where that was a choice; and `scale`, the factor for each head, of mixers
+        that have one.
     """
     found: dict[int, _Layer] = {}
 
@@ -138,12 +143,15 @@ class _Layer:
         self.square: Any = 0.0
         self.distance: Any = 0.0
         self.tokens = 0
+        self.kv_heads = 0
+        self.shares = SHARES if self.starts and not self.grid else (1.0,)
 
     @torch.no_grad()
     def see(self, given: Observation) -> None:
         self.square = self.square + given.teacher.double().square().sum((0, 1, 3))
         self.distance = self.distance + attention_distance(given)
         self.tokens += given.q.shape[0] * given.q.shape[1]
+        self.kv_heads = given.k.shape[2]
         fit = _Fit.of(given)
         self.before = self.before + fit.error
         if not self.starts:
@@ -154,14 +162,23 @@ class _Layer:
     def start(self) -> bool:
         """Let the mixer set what it sets by distances, if anything."""
         if self.starts:
-            self.mixer.start(self.distance / self.tokens)
+            self._start(1.0)
         return self.starts
+
+    def _start(self, share: Any) -> None:
+        self.mixer.start((self.distance / self.tokens) * share)
 
     @torch.no_grad()
     def see_started(self, given: Observation) -> None:
-        if self.starts:
-            self._take(None, _Fit.of(given))
-            self._try(given)
+        if not self.starts:
+            return
+        for share in self.shares[1:]:
+            self._start(share)
+            self._take(("start", share), _Fit.of(given))
+        if self.shares[1:]:
+            self._start(1.0)
+        self._take(None, _Fit.of(given))
+        self._try(given)
 
     def _try(self, given: Observation) -> None:
         for name, values in self.grid.items():
@@ -185,6 +202,15 @@ class _Layer:
     @torch.no_grad()
     def choose(self) -> dict[str, Any]:
         factor, after = self._best(None)
+        share = None
+        if self.shares[1:]:
+            keys = (None, *(("start", one) for one in self.shares[1:]))
+            factors, errors = (torch.stack(x) for x in zip(*(self._best(key) for key in keys), strict=True))
+            index = errors.unflatten(1, (self.kv_heads, -1)).sum(2).argmin(0)
+            share = torch.tensor(self.shares, device=errors.device)[index]
+            index = index.repeat_interleave(len(after) // self.kv_heads)[None]
+            factor, after = factors.gather(0, index)[0], errors.gather(0, index)[0]
+            self._start(share.repeat_interleave(len(after) // self.kv_heads).to(self.distance))
         for name, values in self.grid.items():
             factors, errors = (torch.stack(x) for x in zip(*(self._best((name, one)) for one in values), strict=True))
             parameter = getattr(self.mixer, name)
@@ -202,6 +228,8 @@ class _Layer:
             "error_after": float(after.sum() / total),
             "distance": [round(value, 1) for value in (self.distance / self.tokens).tolist()],
         }
+        if share is not None:
+            report["share"] = share.tolist()
         if self.scale:
             parameter = getattr(self.mixer, self.scale)
             parameter.mul_(factor.to(parameter.dtype).view(-1, *[1] * (parameter.dim() - 1)))

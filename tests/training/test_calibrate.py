@@ -146,17 +146,36 @@ def distances(model) -> dict[int, list[float]]:
     return found
 
 
-def test_half_lives_are_the_distances_that_softmax_looks_back():
+def test_half_lives_are_the_share_of_the_distance_that_leaves_the_least_error():
+    """Of the heads that share a decay, each times its own factor."""
     model = converted_to(RETNET)
-    expected = distances(model)
-    found = calibrate(model, BATCHES)
-    for report in found:
-        own = expected[report["layer"]]
-        assert report["distance"] == pytest.approx(own, abs=0.051)
-        rate = model.model.layers[report["layer"]].self_attn.linearize.decay.rate_log.exp()
-        assert rate.tolist() == pytest.approx(
-            [2 * math.log(2) / (own[0] + own[1]), 2 * math.log(2) / (own[2] + own[3])]
+    expected, mixers = distances(model), [layer.self_attn.linearize for layer in model.model.layers]
+    scales = [mixer.out_scale.clone() for mixer in mixers]
+    errors: list[list[torch.Tensor]] = [[], [], []]  # of each layer: for each share, (2 groups,)
+    means = [torch.tensor(expected[layer]).view(2, 2).mean(1) for layer in range(3)]
+    for share in (1.0, 0.25, 0.0625):
+        for mixer, mean in zip(mixers, means, strict=True):
+            mixer.decay.rate_log.data = (math.log(2) / (mean * share).clamp_min(1)).log()
+        for layer, (student, teacher) in outputs(model).items():
+            left = student * least_squares(student, teacher)[:, None] - teacher
+            errors[layer].append(left.square().sum(1).view(2, 2).sum(1))
+    for mixer, scale in zip(mixers, scales, strict=True):
+        mixer.out_scale.data.copy_(scale)
+    chosen = set()
+    for report in calibrate(model, BATCHES):
+        layer = report["layer"]
+        assert report["distance"] == pytest.approx(expected[layer], abs=0.051)
+        shares = [(1.0, 0.25, 0.0625)[number] for number in torch.stack(errors[layer]).argmin(0)]
+        assert report["share"] == shares
+        half_life = (means[layer] * torch.tensor(shares)).clamp_min(1)
+        rate = mixers[layer].decay.rate_log.exp()
+        assert rate.tolist() == pytest.approx((math.log(2) / half_life).tolist(), rel=1e-4)
+        square = outputs(model)[layer][1].square().sum()
+        assert report["error_after"] == pytest.approx(
+            float(torch.stack(errors[layer]).amin(0).sum() / square), rel=1e-3
         )
+        chosen |= set(shares)
+    assert len(chosen) > 1
 
 
 def least_squares(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
