@@ -32,10 +32,10 @@ DOCUMENTS = {"linearize_mqar_lines": 12, "linearize_niah_single": 24}
 COMPARED = [("selected-25", "uniform-25"), ("selected-10", "uniform-25")]
 
 
-def hybrids(selection: Path) -> dict[str, list[int]]:
+def hybrids(selection: Path, few: Path | None = None) -> dict[str, list[int]]:
     """The layers that each hybrid keeps."""
     found = json.loads(selection.read_text())
-    ranked = sorted(found["layers"], key=lambda row: row["rank"])
+    ranked = sorted(json.loads((few or selection).read_text())["layers"], key=lambda row: row["rank"])
     return {
         "selected-25": found["chosen"]["layers"],
         "uniform-25": found["uniform"]["layers"],
@@ -125,12 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("runs", "table"))
     parser.add_argument("--selection", type=Path, required=True, help="what `linearize select` wrote")
+    parser.add_argument("--few", type=Path, help="another one, to choose the 10 %% by")
     parser.add_argument("--data", help="text to train on")
     parser.add_argument("--text", help="held-out text")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("selection"), help="folder to write (default: selection)")
     arguments = parser.parse_args()
-    kept = hybrids(arguments.selection)
+    kept = hybrids(arguments.selection, arguments.few)
     if arguments.what == "runs":
         if not arguments.data or not arguments.text:
             parser.error("--data and --text are needed")

@@ -54,7 +54,7 @@ def test_train_passes_on_what_is_typed_and_shows_what_came_of_it(run, called, tm
     assert call["arguments"] == (str(tmp_path / "CKPT"), "OUT")
     assert (call["resume"], call["force"], call["device"]) == (True, False, "cpu")
     recipe = call["recipe"]
-    assert (recipe.train[1].lr, recipe.data.source, recipe.keep_softmax[0]) == (3e-3, "my: text.txt", 0)
+    assert (recipe.train[1].lr, recipe.data.source, recipe.keep_softmax[0]) == (3e-3, "my: text.txt", 8)
     shown = [" ".join(line.split()) for line in ran.out.splitlines()]
     assert "transfer 8 65,536 210 0.5 -> 0.25 101.20 -> 34.00 0.00 -> 0.50 1.30 GB" in shown
     assert "calibrate 0 1,024 - - - - -" in shown
