@@ -6,14 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from linearize_evals.intervals import Interval, bootstrap, finite, interval
+from linearize_evals.compare import GATE
+from linearize_evals.intervals import FEWEST, Interval, bootstrap, finite, interval
 
 from linearize.select_measure import Outcome
 
 FLOOR = 0.01  # nats; the least KL that `ratio` divides by, so that a layer that hardly matters doesn't win by noise
 CANDIDATES = 2  # times the budget: what `greedy` tries
-GOOD_TEACHER = 0.8  # accuracy under which a loss of recall hardly shows
-FEW = 5  # samples; fewer give intervals that say little
 
 
 def damage(teacher: Outcome, outcome: Outcome) -> dict[str, Any]:
@@ -111,17 +110,15 @@ def notes_on(found: Mapping[str, Any], mixers: str, samples: int, score: str) ->
             "the mixers are untrained: attention transfer changes what each layer loses, and may be measured, too"
         )
     weak = [
-        f"{task} {each['accuracy']:.2f}"
-        for task, each in found["teacher"]["tasks"].items()
-        if each["accuracy"] < GOOD_TEACHER
+        f"{task} {each['accuracy']:.2f}" for task, each in found["teacher"]["tasks"].items() if each["accuracy"] < GATE
     ]
     if weak:
         notes.append(
             f"the teacher itself often fails ({', '.join(weak)}), so that losses of recall say little"
             + (": use score kl" if score != "kl" else "")
         )
-    if samples < FEW:
-        notes.append(f"few samples ({samples}) tell little about chance: use at least {FEW}")
+    if samples < FEWEST:
+        notes.append(f"few samples ({samples}) tell little about chance: use at least {FEWEST}")
     rivals = {"uniform": found["uniform"], "random": mean_of(found["random"])}
     others = [name for name, rival in rivals.items() if combined(rival) < combined(found["chosen"])]
     if others:

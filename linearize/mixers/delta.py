@@ -21,7 +21,7 @@ from linearize.mixers.linear import State, steps_in_place
 from linearize.mixers.registry import AttentionShape
 
 
-class DeltaNetMixer(nn.Module):
+class DeltaNetMixer(parts.Recurrence):
     """DeltaNet (Schlag et al. 2021, arXiv:2102.11174; Yang et al. 2024, arXiv:2406.06484): a_t = 1.
 
         beta_t = sigmoid(w x_t + b)
@@ -31,32 +31,23 @@ class DeltaNetMixer(nn.Module):
     float32.
     """
 
-    scale = "out_scale"
-
     def __init__(
-        self,
-        shape: AttentionShape,
-        *,
-        output_gate: bool = False,
-        rank: int = 16,
-        generator: torch.Generator | None = None,
+        self, shape: AttentionShape, decay: nn.Module | None = None, *, output_gate: bool = False, **options: Any
     ) -> None:
-        super().__init__()
+        super().__init__(shape, decay, output_gate=output_gate, **options)
         self.beta = _Beta(shape)
-        self.gate = parts.OutputGate(shape, rank, generator) if output_gate else None
-        self.out_scale = parts.ones(shape.num_heads, shape.v_head_dim)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv); all as in `LinearMixer`."""
         x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
-        out, state = _recur(q, k, v, self.beta(x), None, **call)
-        gate = None if self.gate is None else self.gate(x)
-        return parts.finish(parts.rms_norm(out), self.out_scale, gate, v.dtype), state
+        log_decay = None if self.decay is None else self.decay(x)[1]
+        out, state = _recur(q, k, v, self.beta(x), log_decay, **call)
+        return self.finish(parts.rms_norm(out), x, v.dtype), state
 
 
-class GatedDeltaNetMixer(nn.Module):
+class GatedDeltaNetMixer(DeltaNetMixer):
     """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): a decay for each token and key/value head.
 
         a_t = exp(-exp(A_log) softplus(w x_t + b))
@@ -65,7 +56,6 @@ class GatedDeltaNetMixer(nn.Module):
     the half-life that `start` is given, or RetNet's spread over the heads (`parts.start_half_lives`).
     """
 
-    scale = "out_scale"
     by_dim = False
 
     def __init__(
@@ -76,26 +66,8 @@ class GatedDeltaNetMixer(nn.Module):
         rank: int = 16,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.beta = _Beta(shape)
-        self.decay = parts.SoftplusDecay(shape, step_by_dim=self.by_dim, rank=rank, generator=generator)
-        self.gate = parts.OutputGate(shape, rank, generator) if output_gate else None
-        self.out_scale = parts.ones(shape.num_heads, shape.v_head_dim)
-
-    def start(self, distance: Tensor) -> None:
-        """Let each head's half-life be its `distance` (H,), in tokens; see `parts.half_lives`."""
-        self.decay.start(parts.half_lives(distance, self.shape.num_key_value_heads))
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
-    ) -> tuple[Tensor, State | None]:
-        """As in `DeltaNetMixer`."""
-        x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
-        _, log_decay = self.decay(x)
-        out, state = _recur(q, k, v, self.beta(x), log_decay, **call)
-        gate = None if self.gate is None else self.gate(x)
-        return parts.finish(parts.rms_norm(out), self.out_scale, gate, v.dtype), state
+        decay = parts.SoftplusDecay(shape, step_by_dim=self.by_dim, rank=rank, generator=generator)
+        super().__init__(shape, decay, output_gate=output_gate, rank=rank, generator=generator)
 
 
 class KDAMixer(GatedDeltaNetMixer):

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from linearize_kernels import LinearState, accumulate_dtype, linear_attention, linear_attention_step
-from torch import Tensor, nn
+from torch import Tensor
 
 from linearize.mixers import parts
 from linearize.mixers.linear import State, steps_in_place
 from linearize.mixers.registry import AttentionShape
 
 
-class RetNetMixer(nn.Module):
+class RetNetMixer(parts.Recurrence):
     """RetNet (Sun et al. 2023, arXiv:2307.08621): one decay per key/value head, whatever the token.
 
         o_t = gate * out_scale * norm(s q_t S_t)    a = exp(-exp(rate_log))
@@ -29,37 +29,20 @@ class RetNetMixer(nn.Module):
     The paper's rotation of q and k is the model's own position embedding. The state is that of `LinearMixer`.
     """
 
-    scale = "out_scale"
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        *,
-        output_gate: bool = True,
-        rank: int = 16,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.decay = parts.FixedDecay(shape.num_key_value_heads)
-        self.gate = parts.OutputGate(shape, rank, generator) if output_gate else None
-        self.out_scale = parts.ones(shape.num_heads, shape.v_head_dim)
-
-    def start(self, distance: Tensor) -> None:
-        """Let each head's half-life be its `distance` (H,), in tokens; see `parts.half_lives`."""
-        self.decay.start(parts.half_lives(distance, self.shape.num_key_value_heads))
+    def __init__(self, shape: AttentionShape, **options: Any) -> None:
+        super().__init__(shape, parts.FixedDecay(shape.num_key_value_heads), **options)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv); all as in `LinearMixer`."""
         dtype = accumulate_dtype(q)
-        gate = None if self.gate is None else self.gate(parts.hidden_input(hidden_states, dtype, call.get("mask")))
+        x = None if self.gate is None else parts.hidden_input(hidden_states, dtype, call.get("mask"))
         out, state = _recur(q, k, v, self.decay(dtype), self.shape.scaling, **call)
-        return parts.finish(parts.rms_norm(out), self.out_scale, gate, v.dtype), state
+        return self.finish(parts.rms_norm(out), x, v.dtype), state
 
 
-class GLAMixer(nn.Module):
+class GLAMixer(parts.Recurrence):
     """Gated linear attention (Yang et al. 2023, arXiv:2312.06635): a decay for each token and key dim.
 
         o_t = gate * out_scale * norm(s q_t S_t)    a_t = sigmoid(f(x_t) + bias)^(1/16)
@@ -68,25 +51,11 @@ class GLAMixer(nn.Module):
     start with one decay: then products q k fade with the distance and keep their proportions.
     """
 
-    scale = "out_scale"
-
     def __init__(
-        self,
-        shape: AttentionShape,
-        *,
-        output_gate: bool = True,
-        rank: int = 16,
-        generator: torch.Generator | None = None,
+        self, shape: AttentionShape, *, rank: int = 16, generator: torch.Generator | None = None, **options: Any
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.decay = parts.SigmoidDecay(shape, 16, rank, generator)
-        self.gate = parts.OutputGate(shape, rank, generator) if output_gate else None
-        self.out_scale = parts.ones(shape.num_heads, shape.v_head_dim)
-
-    def start(self, distance: Tensor) -> None:
-        """As in `RetNetMixer`."""
-        self.decay.start(parts.half_lives(distance, self.shape.num_key_value_heads))
+        decay = parts.SigmoidDecay(shape, 16, rank, generator)
+        super().__init__(shape, decay, rank=rank, generator=generator, **options)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
@@ -94,11 +63,10 @@ class GLAMixer(nn.Module):
         """As in `RetNetMixer`."""
         x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
         out, state = _recur(q, k, v, self.decay(x), self.shape.scaling, **call)
-        gate = None if self.gate is None else self.gate(x)
-        return parts.finish(parts.rms_norm(out), self.out_scale, gate, v.dtype), state
+        return self.finish(parts.rms_norm(out), x, v.dtype), state
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(parts.Recurrence):
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a step size for each token and head scales both decay and input.
 
         S_t = a_t S_{t-1} + d_t k_t v_t^T    d_t = softplus(w x_t + b)    a_t = exp(-d_t exp(A_log))
@@ -111,26 +79,9 @@ class Mamba2Mixer(nn.Module):
     left out. The state is that of `LinearMixer`.
     """
 
-    scale = "out_scale"
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        *,
-        output_gate: bool = True,
-        rank: int = 16,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.decay = parts.SoftplusDecay(shape)
+    def __init__(self, shape: AttentionShape, **options: Any) -> None:
+        super().__init__(shape, parts.SoftplusDecay(shape), **options)
         self.skip = parts.zeros(shape.num_heads)
-        self.gate = parts.OutputGate(shape, rank, generator) if output_gate else None
-        self.out_scale = parts.ones(shape.num_heads, shape.v_head_dim)
-
-    def start(self, distance: Tensor) -> None:
-        """As in `RetNetMixer`."""
-        self.decay.start(parts.half_lives(distance, self.shape.num_key_value_heads))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
@@ -140,11 +91,11 @@ class Mamba2Mixer(nn.Module):
         step, log_decay = self.decay(x)
         out, state = _recur(q, step[..., None] * k, v, log_decay, self.shape.scaling, **call)
         out = out + _skip(v, self.skip, call.get("mask"))
-        out = out if self.gate is None else out * self.gate(x)
-        return parts.finish(parts.rms_norm(out), self.out_scale, None, v.dtype), state
+        out = parts.rms_norm(out if self.gate is None else out * self.gate(x))
+        return (out * self.out_scale.to(out.dtype)).to(v.dtype), state
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(parts.Recurrence):
     """Mamba (S6, Gu and Dao 2023, arXiv:2312.00752) with a step size per head: a decay for each token and key dim.
 
         S_t = a_t S_{t-1} + d_t k_t v_t^T    d_t = softplus(w x_t + b)    a_t = exp(-d_t exp(A_log))
@@ -156,26 +107,9 @@ class MambaMixer(nn.Module):
     no norm, as in the paper: out_scale alone fits the output to the teacher's size, so it needs calibration.
     """
 
-    scale = "out_scale"
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        *,
-        output_gate: bool = True,
-        rank: int = 16,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.decay = parts.SoftplusDecay(shape, rate_by_dim=True)
+    def __init__(self, shape: AttentionShape, **options: Any) -> None:
+        super().__init__(shape, parts.SoftplusDecay(shape, rate_by_dim=True), **options)
         self.skip = parts.zeros(shape.num_heads)
-        self.gate = parts.OutputGate(shape, rank, generator) if output_gate else None
-        self.out_scale = parts.ones(shape.num_heads, shape.v_head_dim)
-
-    def start(self, distance: Tensor) -> None:
-        """As in `RetNetMixer`."""
-        self.decay.start(parts.half_lives(distance, self.shape.num_key_value_heads))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any
@@ -184,8 +118,7 @@ class MambaMixer(nn.Module):
         x = parts.hidden_input(hidden_states, accumulate_dtype(q), call.get("mask"))
         step, log_decay = self.decay(x)
         out, state = _recur(q, step[..., None] * k, v, log_decay, self.shape.scaling, **call)
-        gate = None if self.gate is None else self.gate(x)
-        return parts.finish(out + _skip(v, self.skip, call.get("mask")), self.out_scale, gate, v.dtype), state
+        return self.finish(out + _skip(v, self.skip, call.get("mask")), x, v.dtype), state
 
 
 def _recur(

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from linearize_kernels import WindowState, accumulate_dtype, window_attention, window_attention_step
+from linearize_kernels import window_attention, window_attention_step
 from torch import Tensor, nn
 
 from linearize.errors import UsageError
+from linearize.mixers import parts
 from linearize.mixers.linear import State, steps_in_place
-from linearize.mixers.over import build_inner, inner_state, with_inner
+from linearize.mixers.over import build_inner, exact_state, inner_state, nothing, with_inner
 from linearize.mixers.registry import AttentionShape
 
 NAMES = ("kept_k", "kept_v", "kept_valid")
@@ -56,13 +57,13 @@ class HeadsMixer(nn.Module):
         self.group = shape.num_heads // heads
         rest = len(self.others)
         part = replace(shape, num_heads=self.group * rest, num_key_value_heads=rest)
-        self.inner = build_inner("heads", over, over_options or {}, part, generator)
+        self.inner: Any = build_inner("heads", over, over_options or {}, part, generator)
+        self.starts = parts.starts(self.inner)
 
     def start(self, distance: Tensor) -> None:
-        """Let the inner mixer start from the distances (H,), if it does."""
-        start: Any = getattr(self.inner, "start", None)
-        if start is not None:
-            start(torch.cat([distance[head * self.group : (head + 1) * self.group] for head in self.others]))
+        """Let the inner mixer start from the distances (H,) of its heads, if it does."""
+        if self.starts:
+            self.inner.start(distance.view(-1, self.group)[self.others].flatten())
 
     def forward(
         self,
@@ -104,10 +105,10 @@ class HeadsMixer(nn.Module):
 
         It is window attention over a window that holds them all, and whose linear part has one feature, which is 0.
         """
-        dtype, (batch, length) = accumulate_dtype(q), q.shape[:2]
+        batch, length = q.shape[:2]
         valid = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
         k, v = (x if mask is None else x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
-        features = (q.new_zeros(*q.shape[:3], 1, dtype=dtype), k.new_zeros(*k.shape[:3], 1, dtype=dtype))
+        features = nothing(q), nothing(k)
         options: dict[str, Any] = {"scale": self.shape.scaling, "softcap": self.shape.softcap, "mask": mask}
         if state is None:
             out = window_attention(q, k, v, *features, window=max(length, 1), cu_seqlens=cu_seqlens, **options)
@@ -116,19 +117,8 @@ class HeadsMixer(nn.Module):
         # A ring of all tokens, where the new ones find empty slots behind the old ones.
         ring_k, ring_v = (torch.cat([state[name], x], 1) for name, x in zip(NAMES, (k, v), strict=False))
         empty = torch.cat([state["kept_valid"], torch.zeros_like(valid)], 1)
-        sums = q.new_zeros(batch, k.shape[2], v.shape[3] + 2, dtype=dtype).split([v.shape[3], 1, 1], -1)
-        before = WindowState(
-            sums[0][:, :, None].contiguous(),
-            sums[1].contiguous(),
-            sums[2][..., 0].contiguous(),
-            ring_k,
-            ring_v,
-            empty,
-            k.new_zeros(batch, 0, *k.shape[2:]),
-            v.new_zeros(batch, 0, *v.shape[2:]),
-            torch.zeros(batch, 0, dtype=torch.int64, device=q.device),
-            torch.full((batch,), seen, dtype=torch.int64, device=q.device),
-        )
+        start = torch.full((batch,), seen, dtype=torch.int64, device=q.device)
+        before = exact_state(ring_k, ring_v, empty, start=start)
         options["window"] = seen + length
         if steps_in_place(state, q):
             out = window_attention_step(q, k, v, *features, before, **options)

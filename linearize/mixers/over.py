@@ -47,6 +47,38 @@ def with_inner(state: State | None, inner: State | None) -> State | None:
     return {**state, **{f"{INNER}{key}": x for key, x in inner.items()}}
 
 
+def nothing(x: Tensor) -> Tensor:
+    """One feature for each token and head of x (B, T, heads, D), which is 0: window attention over such features is
+    softmax attention over its window and sinks."""
+    return x.new_zeros(*x.shape[:3], 1, dtype=accumulate_dtype(x))
+
+
+def exact_state(
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    sink_age: Tensor | None = None,
+    start: Tensor | None = None,
+) -> WindowState:
+    """The state of window attention over `nothing`: no sums beside what is held exactly, as in `WindowState`. Sinks may
+    be left out, where there are none; `start` is 0 unless given."""
+    (batch, _, heads, _), dtype, ages = k.shape, accumulate_dtype(k), {"dtype": torch.int64, "device": k.device}
+    return WindowState(
+        k.new_zeros(batch, heads, 1, v.shape[3], dtype=dtype),
+        k.new_zeros(batch, heads, 1, dtype=dtype),
+        k.new_zeros(batch, heads, dtype=dtype),
+        k,
+        v,
+        valid,
+        k[:, :0] if sink_k is None else sink_k,
+        v[:, :0] if sink_v is None else sink_v,
+        torch.zeros(batch, 0, **ages) if sink_age is None else sink_age,
+        torch.zeros(batch, **ages) if start is None else start,
+    )
+
+
 def softmax_window(
     q: Tensor,
     k: Tensor,
@@ -62,9 +94,9 @@ def softmax_window(
 ) -> tuple[Tensor, State | None]:
     """Softmax over the last `window` tokens and the first `sinks`, (B, T, H, Dv), and its state: the NEAR of
     `WindowState`. It is window attention whose linear part has one feature, which is 0."""
-    dtype, (batch, length, heads, _), kv_heads = accumulate_dtype(q), q.shape, k.shape[2]
-    read = length if state is not None or cu_seqlens is not None else max(length - window, 0)
-    features = (q.new_zeros(batch, length, heads, 1, dtype=dtype), q.new_zeros(batch, read, kv_heads, 1, dtype=dtype))
+    # While nothing is held, the op takes the features of those keys alone that leave the window.
+    leaving = k if state is not None or cu_seqlens is not None else k[:, : max(k.shape[1] - window, 0)]
+    features = nothing(q), nothing(leaving)
     options: dict[str, Any] = {
         "window": window,
         "sinks": sinks,
@@ -72,11 +104,7 @@ def softmax_window(
         "softcap": shape.softcap,
         "mask": mask,
     }
-    before = None
-    if state is not None:
-        sums = q.new_zeros(batch, kv_heads, 1, v.shape[3] + 1, dtype=dtype)
-        m = q.new_zeros(batch, kv_heads, dtype=dtype)
-        before = WindowState(sums[..., 1:].contiguous(), sums[..., 0].clone(), m, *(state[name] for name in NEAR))
+    before = None if state is None else exact_state(*(state[name] for name in NEAR))
     if before is not None and steps_in_place(state, q):
         return window_attention_step(q, k, v, *features, before, **options), state
     result = window_attention(

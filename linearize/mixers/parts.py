@@ -7,6 +7,7 @@ model's. All of them start such that they do nothing, or what the paper's start 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +147,54 @@ class OutputGate(nn.Module):
         return 2 * self.project(x).sigmoid()
 
 
+class Recurrence(nn.Module):
+    """What the mixers of `gated` and `delta` have in common: a decay, a gate and a scale of the output.
+
+    The decay starts from RetNet's half-lives, or from what `start` is given. `out_scale` (H, Dv) starts as 1, for
+    calibration to fit.
+
+    Args:
+        decay: a module with a method `start(half_life)`; None where time lets nothing fade.
+        output_gate: whether the output has an `OutputGate`, of this rank.
+    """
+
+    scale = "out_scale"
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        decay: nn.Module | None,
+        *,
+        output_gate: bool = True,
+        rank: int = 16,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.decay: Any = decay
+        self.gate = OutputGate(shape, rank, generator) if output_gate else None
+        self.out_scale = ones(shape.num_heads, shape.v_head_dim)
+
+    @property
+    def starts(self) -> bool:
+        return self.decay is not None
+
+    def start(self, distance: Tensor) -> None:
+        """Let each head's half-life be its `distance` (H,), in tokens; see `half_lives`."""
+        if self.starts:
+            self.decay.start(half_lives(distance, self.shape.num_key_value_heads))
+
+    def finish(self, out: Tensor, x: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """out (B, T, H, Dv) times out_scale and the gate, which reads the hidden input x, in `dtype`."""
+        out = out * self.out_scale.to(out.dtype)
+        return (out if self.gate is None else out * self.gate(x)).to(dtype)
+
+
+def starts(mixer: nn.Module) -> bool:
+    """Whether a mixer's method `start` sets anything, where it has one."""
+    return hasattr(mixer, "start") and bool(getattr(mixer, "starts", True))
+
+
 def zeros(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
@@ -172,12 +221,6 @@ def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 def rms_norm(x: Tensor) -> Tensor:
     """x (..., Dv) over its root mean square."""
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-
-
-def finish(out: Tensor, out_scale: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """out (B, T, H, Dv) times out_scale (H, Dv) and the gate, in `dtype`."""
-    out = out * out_scale.to(out.dtype)
-    return (out if gate is None else out * gate).to(dtype)
 
 
 def start_half_lives(kv_heads: int) -> Tensor:

@@ -64,6 +64,7 @@ class RFAMixer(nn.Module):
         self.log_tau = parts.zeros(shape.num_key_value_heads)
         self.register_buffer("omega", gaussian_rows(features // 2, shape.head_dim, orthogonal, generator))
         self.gate = parts.Full(shape.hidden_size, (shape.num_key_value_heads,)) if gate else None
+        self.starts = gate
         if gate:
             self.gate_bias = parts.zeros(shape.num_key_value_heads)
             self.start(torch.full((shape.num_heads,), HALF_LIFE))
@@ -71,7 +72,7 @@ class RFAMixer(nn.Module):
     def start(self, distance: Tensor) -> None:
         """Let each gate's half-life be the `distance` (H,) of its heads, in tokens, where the hidden input says
         nothing; see `parts.half_lives`."""
-        if self.gate is not None:
+        if self.starts:
             rates = parts.rates(parts.half_lives(distance, self.shape.num_key_value_heads))
             parts.fill(self.gate_bias, -rates.expm1().log())  # log sigmoid(-log(e^y - 1)) = -y
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from linearize_kernels import WindowState, accumulate_dtype, window_attention, window_attention_step
+from linearize_kernels import WindowState, window_attention, window_attention_step
 from linearize_kernels.packed import run_packed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linearize.errors import UsageError
 from linearize.mixers.linear import LinearMixer, State, steps_in_place, with_gradients
+from linearize.mixers.over import exact_state, nothing
 from linearize.mixers.positions import sequence_starts
 from linearize.mixers.registry import AttentionShape
 
@@ -33,8 +34,9 @@ class LengthSwitchMixer(nn.Module):
         o_t = phi(q_t) S_t / phi(q_t) z_t                                       t > L    S and z as in `LinearMixer`
 
     Tokens count from 1 in each sequence, padding left out. Every key is added to S and z when it comes, which gives
-    what adding all of them at once would, when L is passed. A sequence of at most L tokens gets the teacher's own
-    attention. At the switch outputs change by the error of the linear estimate.
+    what adding all of them at once would, when L is passed. A sequence of at most L tokens gets full
+    softmax attention, also in a layer whose own had a window. At the switch outputs change by the error of the linear
+    estimate.
 
     The state is that of `LinearMixer`, the keys and values of the first L tokens, first_k (B, L, Hk, D) and first_v
     (B, L, Hk, Dv), in the model's dtype, and count (B,) int64. Its size is that of a softmax cache of L tokens and
@@ -138,7 +140,7 @@ class LengthSwitchMixer(nn.Module):
             rest = (0, 0, 0, 0, 0, limit - n)
             after = First(F.pad(k, rest), F.pad(v, rest), count)
         else:
-            out = self._softmax(q, k, v, window=limit, mask=real, initial_state=self._window(state, q))
+            out = self._softmax(q, k, v, window=limit, mask=real, initial_state=self._window(state))
             after = First(_put(state.k, k, number), _put(state.v, v, number), count)
         if place is not None:
             return out[torch.arange(batch, device=q.device)[:, None], place], after
@@ -151,35 +153,19 @@ class LengthSwitchMixer(nn.Module):
         if _all_past(state, self.length):
             return _unread(q, v), after
         options = {"window": self.length, "scale": self.shape.scaling, "softcap": self.shape.softcap, "mask": mask}
-        features = (_nothing(q), _nothing(k))
-        return window_attention_step(q, k, v, *features, self._window(state, q), **options), after
+        features = (nothing(q), nothing(k))
+        return window_attention_step(q, k, v, *features, self._window(state), **options), after
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Causal softmax over the window alone: its linear part has one feature, which is 0."""
         options |= {"scale": self.shape.scaling, "softcap": self.shape.softcap}
-        return window_attention(q, k, v, _nothing(q), _nothing(k), **options)
+        return window_attention(q, k, v, nothing(q), nothing(k), **options)
 
-    def _window(self, state: First, q: Tensor) -> WindowState:
+    def _window(self, state: First) -> WindowState:
         """The first tokens as a ring of L slots that isn't full: the next token's slot counts as the oldest one."""
-        dtype, (batch, limit, kv_heads, dim) = accumulate_dtype(q), state.k.shape
-        v_dim, count = state.v.shape[3], state.count
-        return WindowState(
-            q.new_zeros(batch, kv_heads, 1, v_dim, dtype=dtype),
-            q.new_zeros(batch, kv_heads, 1, dtype=dtype),
-            q.new_zeros(batch, kv_heads, dtype=dtype),
-            state.k,
-            state.v,
-            torch.arange(limit, device=q.device) < count[:, None],
-            state.k.new_zeros(batch, 0, kv_heads, dim),
-            state.v.new_zeros(batch, 0, kv_heads, v_dim),
-            count.new_zeros(batch, 0),
-            count % limit,
-        )
-
-
-def _nothing(x: Tensor) -> Tensor:
-    """One feature for each token and head of x (B, T, heads, D), which is 0."""
-    return x.new_zeros(*x.shape[:3], 1, dtype=accumulate_dtype(x))
+        limit = state.k.shape[1]
+        valid = torch.arange(limit, device=state.k.device) < state.count[:, None]
+        return exact_state(state.k, state.v, valid, start=state.count % limit)
 
 
 def _unread(q: Tensor, v: Tensor) -> Tensor:

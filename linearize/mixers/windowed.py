@@ -8,6 +8,7 @@ import torch
 from linearize_kernels import accumulate_dtype
 from torch import Tensor, nn
 
+from linearize.mixers import parts
 from linearize.mixers.linear import State
 from linearize.mixers.over import NEAR, build_inner, inner_state, softmax_window, with_inner
 from linearize.mixers.registry import AttentionShape
@@ -49,14 +50,14 @@ class WindowedMixer(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.window, self.sinks = shape, window, sinks
-        self.inner = build_inner("windowed", over, over_options or {}, shape, generator)
+        self.inner: Any = build_inner("windowed", over, over_options or {}, shape, generator)
+        self.starts = parts.starts(self.inner)
         self.gate = nn.Parameter(torch.full((shape.num_heads,), GATE_START, dtype=torch.float32))
 
     def start(self, distance: Tensor) -> None:
         """Let the inner mixer start from the distances (H,), if it does."""
-        start: Any = getattr(self.inner, "start", None)
-        if start is not None:
-            start(distance)
+        if self.starts:
+            self.inner.start(distance)
 
     def forward(
         self,

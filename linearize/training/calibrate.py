@@ -11,6 +11,7 @@ from linearize_evals.settings import write_json
 from torch import Tensor
 
 from linearize.errors import ModelError
+from linearize.mixers.parts import starts
 from linearize.modeling.observe import Observation, observing
 from linearize.training import parallel, place, summary
 from linearize.training.head import hidden_states
@@ -137,7 +138,7 @@ class _Layer:
         self.mixer = mixer
         self.grid = dict(getattr(mixer, "grid", {}))
         self.scale = getattr(mixer, "scale", None)
-        self.starts = hasattr(mixer, "start")
+        self.starts = starts(mixer)
         self.fits: dict[tuple[str, float] | None, _Fit] = {}
         self.before: Any = 0.0
         self.square: Any = 0.0

@@ -12,6 +12,7 @@ from linearize.mixers.registry import MIXERS, register_mixer
 from linearize.mixers.rfa import RFAMixer
 from linearize.mixers.window import WindowMixer
 from linearize.training.calibrate import calibrate
+from linearize.training.head import hidden_states
 from tests.modeling.models import converted, shaken, tiny_llama, tokens
 from tests.training.formulas import attention_of, softmax_attention
 
@@ -176,6 +177,27 @@ def test_half_lives_are_the_share_of_the_distance_that_leaves_the_least_error():
         )
         chosen |= set(shares)
     assert len(chosen) > 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "passes"),
+    [
+        (RETNET, 2),
+        ({"mixer": "deltanet"}, 1),
+        ({"mixer": "rfa", "mixer_options": {"features": 8}}, 1),
+        ({"mixer": "windowed", "mixer_options": {"over": "linear"}}, 1),
+        ({"mixer": "heads", "mixer_options": {"over": "gla"}}, 2),
+    ],
+)
+def test_only_decays_take_a_second_pass(recipe, passes):
+    seen = []
+
+    def forward(model, ids, positions):
+        seen.append(ids)
+        return hidden_states(model, ids, positions)
+
+    calibrate(converted_to(recipe), BATCHES, forward)
+    assert len(seen) == passes * len(BATCHES)
 
 
 def least_squares(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
