@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 from linearize.errors import UsageError
 
 FORMS = "none, a list of layers such as 0,7,15, every:4, 25%, auto:25% or @selection.json"
 AUTO, FROM_FILE = "auto:", "@"  # what these begin is settled by `linearize.selection_file`, once the model is known
+Kept = TypeVar("Kept")
 PERCENT = r"(\d{1,3}(?:\.\d{1,9})?)%"
 
 
@@ -60,7 +62,7 @@ def _rounded(percent: float, layers: int) -> int:
     return max(count, 1) if percent > 0 and layers else count
 
 
-def spread(count: int, layers: Sequence[int]) -> set[int]:
+def spread(count: int, layers: Sequence[Kept]) -> set[Kept]:
     """`count` of the `layers`, evenly spread, the first one first."""
     return {layers[i * len(layers) // count] for i in range(count)}
 
@@ -71,8 +73,8 @@ def is_budget(text: str) -> bool:
     return 0 < float(percent[1]) < 100 if percent else bool(re.fullmatch(r"[1-9]\d{0,8}", text))
 
 
-def budget_count(budget: str, layers: int) -> int:
-    """How many of the convertible `layers` a budget keeps: "25%" of them, rounded, at least one; or "3".
+def budget_count(budget: str, layers: int, what: str = "convertible layers") -> int:
+    """How many of so many `layers`, or of `what` else, a budget keeps: "25%" of them, rounded, at least one; or "3".
 
     Raises:
         UsageError: it is neither, or leaves no layer to convert.
@@ -82,7 +84,7 @@ def budget_count(budget: str, layers: int) -> int:
     count = _rounded(float(budget[:-1]), layers) if budget.endswith("%") else int(budget)
     if count >= layers:
         raise UsageError(
-            f"a budget of {budget} keeps {count} of the model's {layers} convertible layers as softmax, "
+            f"a budget of {budget} keeps {count} of the model's {layers} {what} as softmax, "
             "so nothing is left to convert",
             f"Keep at most {layers - 1}" if layers > 1 else "Convert it without keep_softmax",
         )

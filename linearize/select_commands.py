@@ -29,7 +29,8 @@ WORDS = {"sets": "set", "plugins": "import"}  # options whose parameters have ot
 @click.command()
 @click.argument("model")
 @click.option("-o", "--out", required=True, metavar="FILE", help="File to write, .json; a .png goes beside it.")
-@click.option("--budget", default=BUDGET, metavar="P%|K", help=f"How many layers keep softmax ({BUDGET}).")
+@click.option("--budget", default=BUDGET, metavar="P%|K", help=f"How many layers (or heads) keep softmax ({BUDGET}).")
+@click.option("--heads", is_flag=True, help="Choose key/value heads, with the query heads that read them, not layers.")
 @click.option("--score", default=DEFAULT_SCORE, metavar="NAME", help=f"{', '.join(SCORES)} (default: {DEFAULT_SCORE}).")
 @recipe_options(keeps=False)
 @click.option("--data", metavar="FILE", help="Text for the KL: .txt, .jsonl, .gz, or a dataset (default: bundled).")
@@ -41,7 +42,8 @@ WORDS = {"sets": "set", "plugins": "import"}  # options whose parameters have ot
 @click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one).")
 @common_options
 def select(model: str, out: str, as_json: bool, **options: Any) -> None:
-    """Choose the layers of MODEL that should keep softmax attention, by measuring what each one's mixer loses.
+    """Choose the layers of MODEL (or the heads) that should keep softmax attention, by measuring what each one's mixer
+    loses.
 
     MODEL is a base model, or a converted one that keeps no layer, fresh or after attention transfer. Use the choice
     with `linearize convert MODEL -o OUT --keep-softmax @FILE`.
@@ -52,6 +54,7 @@ def select(model: str, out: str, as_json: bool, **options: Any) -> None:
         pairs = [int(text) for text in options["pairs"].split(",")]
     except ValueError:
         raise UsageError("--pairs takes whole numbers", "For example --pairs 16,32") from None
+    units = "heads" if options["heads"] else "layers"
     file = _place(out)
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; there is a bar for the whole run
     from linearize import console
@@ -61,7 +64,7 @@ def select(model: str, out: str, as_json: bool, **options: Any) -> None:
     names = ("budget", "score", "data", "samples", "length", "seed", "revision", "dtype", "device")
     chosen = {name: options[name] for name in names}
     with quiet_stdout(as_json), console.progress("layers run") as bar:
-        document = measure(model, recipe=recipe, pairs=pairs, progress=bar, note=note, **chosen)
+        document = measure(model, units=units, recipe=recipe, pairs=pairs, progress=bar, note=note, **chosen)
     wrote = write(document, file)
     emit(document | {"wrote": wrote}, as_json, lambda shown: print_selection(shown, _typed(options)))
 

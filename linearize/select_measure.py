@@ -1,4 +1,4 @@
-"""What a hybrid of softmax layers and mixers loses beside its teacher, all in one copy of the weights.
+"""What a hybrid of softmax attention and mixers loses beside its teacher, all in one copy of the weights.
 
 B batch, T tokens, D hidden, S samples.
 """
@@ -23,6 +23,7 @@ from linearize.family import load_config
 from linearize.modeling.bypass import keeping, owner_of
 from linearize.modeling.chain import Chain, Part, chain
 from linearize.select_samples import Samples
+from linearize.select_units import Unit, heads_of, layer_of, parted, units_of
 from linearize.training.head import CHUNK_ELEMENTS, head, hidden_states, kl
 
 Tick = Callable[[int], None]  # told how many runs of a layer were done
@@ -66,12 +67,14 @@ class Bench:
     """A converted model, the samples that it is measured on, and what its teacher makes of them.
 
     Attributes:
-        layers: the layers that have a mixer, ascending.
+        kind: what can be kept, "layers" or "heads".
+        heads: the layers that have a mixer, ascending, and how many key/value heads each has.
+        units: those layers, or their key/value heads.
         teacher: the outcome of softmax attention in all of them.
         runs: how many layers a whole forward of all batches runs.
     """
 
-    def __init__(self, model: Any, samples: Samples, *, tick: Tick = lambda runs: None) -> None:
+    def __init__(self, model: Any, samples: Samples, *, kind: str = "layers", tick: Tick = lambda runs: None) -> None:
         """Run the teacher.
 
         Raises:
@@ -81,14 +84,15 @@ class Bench:
         """
         self.model, self._tick, self._count = owner_of(model), tick, samples.count
         switch = self.model._linearize_switch
-        self.layers = sorted(switch.layers.values())
+        self.heads = dict(sorted(heads_of(self.model.config.linearize["layers"]).items()))
+        self.kind, self.units = kind, units_of(self.heads, kind)
         self._modules = {layer: name for name, layer in switch.layers.items()}
         self._batches = list(_batches(self.model, samples))
         self._chain = _chain(self.model)
-        self._depth = len(self._chain.returns) if self._chain else len(self.layers)
+        self._depth = len(self._chain.returns) if self._chain else len(self.heads)
         self.runs = len(self._batches) * self._depth
         self._hidden: list[Tensor] = []  # the teacher's, of texts
-        with self._running(self.layers):
+        with self._running(self.units):
             hidden = [self._forward(batch) for batch in self._batches]
             self._hidden = [each for each, batch in zip(hidden, self._batches, strict=True) if not batch.task]
             self.teacher = self._outcome(hidden)
@@ -97,44 +101,46 @@ class Bench:
     def sweep_runs(self) -> int:
         """How many layers `sweep` runs."""
         if self._chain is None:
-            return self.runs * len(self.layers)
-        places = [self._place(layer) for layer in self.layers]
+            return self.runs * len(self.units)
+        places = [self._place(unit) for unit in self.units]
         return len(self._batches) * (sum(self._depth - place for place in places) + max(places))
 
-    def hybrid(self, kept: Collection[int]) -> Outcome:
-        """Of softmax attention in the layers `kept`, and the mixers in all others."""
+    def hybrid(self, kept: Collection[Unit]) -> Outcome:
+        """Of softmax attention in the units `kept`, and the mixers in all others."""
         with self._running(kept):
             return self._outcome(self._forward(batch) for batch in self._batches)
 
-    def sweep(self) -> dict[int, Outcome]:
-        """Of every layer's mixer alone, all other layers being the teacher's.
+    def sweep(self) -> dict[Unit, Outcome]:
+        """Of every unit's mixer alone, all other units being the teacher's.
 
         What a layer is given is what the teacher gives it, since the layers before it are the teacher's. So where a
         decoder is a chain of layers (see `modeling.chain`), those needn't run again.
         """
         if self._chain is None:
-            return {layer: self.hybrid(set(self.layers) - {layer}) for layer in self.layers}
-        found: dict[int, Outcome] = {}
+            return {unit: self.hybrid(self._without(unit)) for unit in self.units}
+        found: dict[Unit, Outcome] = {}
         given: list[Tensor | None] = [None] * len(self._batches)
-        by_place = {self._place(layer): layer for layer in self.layers}
-        for place in range(max(by_place) + 1):
-            if place in by_place:
-                layer = by_place[place]
-                with self._running(set(self.layers) - {layer}), self._part(place, self._depth) as run:
-                    found[layer] = self._outcome(map(run, self._batches, given))
-            if place < max(by_place):
-                with self._running(self.layers), self._part(place, place + 1) as run:
+        last = max(map(self._place, self.units))
+        for place in range(last + 1):
+            for unit in (unit for unit in self.units if self._place(unit) == place):
+                with self._running(self._without(unit)), self._part(place, self._depth) as run:
+                    found[unit] = self._outcome(map(run, self._batches, given))
+            if place < last:
+                with self._running(self.units), self._part(place, place + 1) as run:
                     given = list(map(run, self._batches, given))
-        return found
+        return {unit: found[unit] for unit in self.units}
 
-    def _place(self, layer: int) -> int:
-        """Where the decoder's list of layers has `layer`."""
+    def _without(self, unit: Unit) -> list[Unit]:
+        return [other for other in self.units if other != unit]
+
+    def _place(self, unit: Unit) -> int:
+        """Where the decoder's list of layers has the layer of `unit`."""
         assert self._chain is not None
-        return int(self._modules[layer][len(self._chain.layers) + 1 :].partition(".")[0])
+        return int(self._modules[layer_of(unit)][len(self._chain.layers) + 1 :].partition(".")[0])
 
     @contextmanager
-    def _running(self, kept: Collection[int]) -> Iterator[None]:
-        with torch.inference_mode(), keeping(self.model, kept):
+    def _running(self, kept: Collection[Unit]) -> Iterator[None]:
+        with torch.inference_mode(), keeping(self.model, *parted(kept, self.heads)):
             try:
                 yield
             except FloatingPointError as error:  # a mixer's own complaint, on the CPU

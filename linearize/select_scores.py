@@ -1,4 +1,4 @@
-"""From what hybrids lose to the layers that stay softmax: damages with intervals, scores, the greedy choice, notes."""
+"""From what hybrids lose to what stays softmax: damages with intervals, scores, the greedy choice, notes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from linearize_evals.compare import GATE
 from linearize_evals.intervals import FEWEST, Interval, bootstrap, finite, interval
 
 from linearize.select_measure import Outcome
+from linearize.select_units import Unit, as_row
 
-FLOOR = 0.01  # nats; the least KL that `ratio` divides by, so that a layer that hardly matters doesn't win by noise
+FLOOR = 0.01  # nats; the least KL that `ratio` divides by, so that one that hardly matters doesn't win by noise
 CANDIDATES = 2  # times the budget: what `greedy` tries
 
 
@@ -70,44 +71,44 @@ FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 }
 
 
-def ranking(score: str, damages: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Layers by their score, the highest first; of equals the first layer first."""
-    return sorted(damages, key=lambda layer: (-FORMULAS[score](damages[layer]), layer))
+def ranking(score: str, damages: Mapping[Unit, Mapping[str, Any]]) -> list[Unit]:
+    """Units by their score, the highest first; of equals the first in the model first."""
+    return sorted(damages, key=lambda unit: (-FORMULAS[score](damages[unit]), unit))
 
 
-def greedy_hybrids(layers: int, count: int) -> int:
+def greedy_hybrids(units: int, count: int) -> int:
     """How many hybrids `greedy` measures."""
-    candidates = min(layers, CANDIDATES * count)
+    candidates = min(units, CANDIDATES * count)
     return sum(candidates - step for step in range(count))
 
 
 def greedy(
-    candidates: Sequence[int], count: int, measure: Callable[[Collection[int]], Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+    candidates: Sequence[Unit], count: int, measure: Callable[[Collection[Unit]], Mapping[str, Any]]
+) -> tuple[list[Unit], list[dict[str, Any]]]:
     """Restore softmax in `count` of the candidates one after the other, each time where `combined` falls most.
 
     Args:
-        measure: the damage of the hybrid that keeps some layers.
+        measure: the damage of the hybrid that keeps some units.
 
     Returns:
-        For each step {"layer", "kl", "recall_nll"}: the layer and what the hybrid loses then.
+        The units in that order, and for each {"layer", "kl", "recall_nll"} (and "head"): what the hybrid loses then.
     """
     steps: list[dict[str, Any]] = []
-    kept: list[int] = []
+    kept: list[Unit] = []
     for _ in range(count):
-        tried = {layer: measure([*kept, layer]) for layer in candidates if layer not in kept}
-        best = min(tried, key=lambda layer: (combined(tried[layer]), layer))
+        tried = {unit: measure([*kept, unit]) for unit in candidates if unit not in kept}
+        best = min(tried, key=lambda unit: (combined(tried[unit]), unit))
         kept.append(best)
-        steps.append({"layer": best, "kl": tried[best]["kl"], "recall_nll": tried[best]["recall_nll"]})
-    return steps
+        steps.append({**as_row(best), "kl": tried[best]["kl"], "recall_nll": tried[best]["recall_nll"]})
+    return kept, steps
 
 
-def notes_on(found: Mapping[str, Any], mixers: str, samples: int, score: str) -> list[str]:
-    """What to know of a selection."""
+def notes_on(found: Mapping[str, Any], mixers: str, samples: int, score: str, kind: str) -> list[str]:
+    """What to know of a selection of "layers" or "heads"."""
     notes = []
     if mixers == "untrained":
         notes.append(
-            "the mixers are untrained: attention transfer changes what each layer loses, and may be measured, too"
+            "the mixers are untrained: attention transfer changes what each of them loses, and may be measured, too"
         )
     weak = [
         f"{task} {each['accuracy']:.2f}" for task, each in found["teacher"]["tasks"].items() if each["accuracy"] < GATE
@@ -123,6 +124,6 @@ def notes_on(found: Mapping[str, Any], mixers: str, samples: int, score: str) ->
     others = [name for name, rival in rivals.items() if combined(rival) < combined(found["chosen"])]
     if others:
         notes.append(
-            f"the chosen layers lose more (KL and loss on answers together) than the {' and the '.join(others)} ones"
+            f"the chosen {kind} lose more (KL and loss on answers together) than the {' and the '.join(others)} ones"
         )
     return notes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.console import say
-from linearize.keep_softmax import ranges
+from linearize.select_units import in_words, label
 
 HYBRIDS = {
     "chosen": "chosen",
@@ -21,7 +21,8 @@ HYBRIDS = {
 
 
 def print_selection(document: Mapping[str, Any], typed: Sequence[str] = ()) -> None:
-    """A table of the layers, one of the hybrids, and what to do next; `typed` are the options that gave the recipe."""
+    """A table of the layers (of heads, the chosen ones and as many of the next), one of the hybrids, and what to do
+    next; `typed` are the options that gave the recipe."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -29,26 +30,30 @@ def print_selection(document: Mapping[str, Any], typed: Sequence[str] = ()) -> N
     from linearize.select_scores import mean_of
 
     console = Console()
-    layers = Table(
+    units = document["units"]
+    shown = [row for row in document[units] if units == "layers" or row["rank"] <= 2 * document["count"]]
+    alone = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 0),
         title="what each mixer loses alone: nats/token [95 %], points",
         title_justify="left",
     )
-    for name in ("layer", "KL", "answers' loss", "recall", "ratio", "rank", ""):
-        layers.add_column(name, justify="right")
-    for row in document["layers"]:
+    for name in ("layer" if units == "layers" else "layer.head", "KL", "answers' loss", "recall", "ratio", "rank", ""):
+        alone.add_column(name, justify="right")
+    for row in shown:
         points = f"{round(-100 * row['recall_accuracy']['value']):+d}"
         cells = (
-            str(row["layer"]), _with_interval(row["kl"]), _with_interval(row["recall_nll"], "+"), points,
+            label(row), _with_interval(row["kl"]), _with_interval(row["recall_nll"], "+"), points,
             f"{row['ratio']:.1f}", str(row["rank"]), "kept" if row["chosen"] else "",
         )  # fmt: skip
-        layers.add_row(*cells, style="bold" if row["chosen"] else None)
-    console.print(layers)
+        alone.add_row(*cells, style="bold" if row["chosen"] else None)
+    console.print(alone)
+    if len(shown) < len(document[units]):
+        say(f"{len(document[units]) - len(shown)} more heads have lower ranks")
 
     tasks = list(document["teacher"]["tasks"])
     hybrids = Table(box=box.SIMPLE_HEAD, title="hybrids that keep", title_justify="left")
-    hybrids.add_column("layers", max_width=48)
+    hybrids.add_column(units, max_width=48)
     for name in ("KL", "answers' loss", *(task.removeprefix("linearize_") for task in tasks)):
         hybrids.add_column(name, justify="right")
     hybrids.add_row("all (the teacher)", "0", "0", *_accuracies(document["teacher"], tasks))
@@ -56,8 +61,8 @@ def print_selection(document: Mapping[str, Any], typed: Sequence[str] = ()) -> N
         several = isinstance(document[key], list)
         hybrid = mean_of(document[key]) if several else document[key]
         name = words.format(len(document[key]))
-        if hybrid.get("layers"):
-            name += f": {ranges(hybrid['layers'])}"
+        if "layers" in hybrid:
+            name += f": {in_words(hybrid)}"
         measured = (f"{hybrid['kl']['value']:.3f}", f"{hybrid['recall_nll']['value']:+.3f}")
         hybrids.add_row(name, *measured, *_accuracies(hybrid, tasks))
     console.print(hybrids)
@@ -100,36 +105,44 @@ def write(document: Mapping[str, Any], file: Path) -> list[str]:
 
 
 def draw(document: Mapping[str, Any]) -> bytes:
-    """A PNG of two panels over the layers: KL, and the rise of the loss on answers; chosen layers are hatched."""
+    """A PNG of two panels over the layers (whose heads stand side by side): KL, and the rise of the loss on answers;
+    what is chosen is hatched."""
     import matplotlib as mpl
     from linearize_evals.plots import GREY, LINES, STYLE
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rows = document["layers"]
-    numbers = [row["layer"] for row in rows]
+    units = document["units"]
+    rows = document[units]
+    places, width = _places(rows)
+    numbers = sorted({row["layer"] for row in rows})
     colour = LINES["student"]["color"]
     panels = (("kl", "KL to the teacher on text, nats/token"), ("recall_nll", "loss on answers, nats/token more"))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(max(5.0, 1.5 + 0.22 * len(rows)), 4.6), layout="constrained")
+        inches = min(max(5.0, 1.5 + 0.22 * len(numbers), 1.5 + 0.1 * len(rows)), 24.0)
+        figure = Figure(figsize=(inches, 4.6), layout="constrained")
         for axes, (key, title) in zip(figure.subplots(2, 1, sharex=True), panels, strict=True):
-            values = [row[key]["value"] for row in rows]
-            bars = axes.bar(numbers, values, color=GREY)
+            bars = axes.bar(places, [row[key]["value"] for row in rows], width, color=GREY)
             for bar, row in zip(bars, rows, strict=True):
                 if row["chosen"]:
                     bar.set(facecolor=colour, hatch="////", edgecolor="white")
-            known = [row for row in rows if row[key]["low"] is not None]
+            known = [(place, row[key]) for place, row in zip(places, rows, strict=True) if row[key]["low"] is not None]
             ends = [
-                [max(row[key]["value"] - row[key]["low"], 0.0) for row in known],
-                [max(row[key]["high"] - row[key]["value"], 0.0) for row in known],
+                [max(found["value"] - found["low"], 0.0) for _, found in known],
+                [max(found["high"] - found["value"], 0.0) for _, found in known],
             ]
-            places = [row["layer"] for row in known]
             axes.errorbar(
-                places, [row[key]["value"] for row in known], ends, fmt="none", ecolor="black", elinewidth=0.8
-            )
+                [place for place, _ in known], [found["value"] for _, found in known], ends,
+                fmt="none", ecolor="black", elinewidth=0.8,
+            )  # fmt: skip
             axes.axhline(0, color="black", linewidth=0.6)
             axes.set_title(title)
-        figure.axes[-1].set_xlabel("layer whose mixer runs alone")
+        alone = (
+            "layer whose mixer runs alone"
+            if units == "layers"
+            else "layer; a bar for each key/value head whose mixer runs alone"
+        )
+        figure.axes[-1].set_xlabel(alone)
         step = -(-len(numbers) // 32)
         figure.axes[-1].set_xticks(numbers[::step])
         marks = [
@@ -142,3 +155,9 @@ def draw(document: Mapping[str, Any]) -> bytes:
         picture = io.BytesIO()
         figure.savefig(picture, dpi=150)
     return picture.getvalue()
+
+
+def _places(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
+    """Where the bar of each row stands, and how wide bars are: a layer takes 0.8 around its number."""
+    most = 1 + max(row.get("head", 0) for row in rows)
+    return [row["layer"] + 0.8 * ((row.get("head", 0) + 0.5) / most - 0.5) for row in rows], 0.8 / most

@@ -1,4 +1,5 @@
-"""Which layers should stay softmax: each layer's mixer is measured alone, then the choice beside others of its size.
+"""Which layers or heads should stay softmax: each one's mixer is measured alone, then the choice beside others of its
+size.
 
 Teacher, student and every hybrid between them are one copy of the weights (see `modeling.bypass.keeping`).
 """
@@ -8,27 +9,25 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import linearize
 from linearize.errors import UsageError, did_you_mean
-from linearize.keep_softmax import budget_count, is_budget, spread
+from linearize.keep_softmax import is_budget, spread
+from linearize.select_units import UNITS, Unit, as_json, as_row
 from linearize.selection_file import VERSION, architecture
 
 if TYPE_CHECKING:
-    from linearize.modeling.probe import Probe
     from linearize.recipe import Recipe
     from linearize.select_measure import Bench
-    from linearize.source import Source
 
 SCORES = {
     "kl": "KL to the teacher on text",
     "recall": "rise of the loss on answers",
     "ratio": "that rise for each nat of KL",
-    "greedy": "restores layer after layer where it helps most; slow",
+    "greedy": "restores one after the other where it helps most; slow",
 }
 DEFAULT_SCORE = "recall"
 BUDGET = "25%"
@@ -42,6 +41,7 @@ def select(
     model: str | Path,
     budget: str | int = BUDGET,
     *,
+    units: str = "layers",
     score: str = DEFAULT_SCORE,
     recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -56,12 +56,14 @@ def select(
     progress: Progress = None,
     note: Note = lambda text: None,
 ) -> dict[str, Any]:
-    """Choose the layers of a model that should keep softmax attention.
+    """Choose the layers of a model that should keep softmax attention, or the heads.
 
     Args:
         model: a base model, which is given untrained mixers in memory; or a converted checkpoint that keeps no layer,
             and whose weights beside the mixers are still the teacher's (fresh, or after attention transfer).
         budget: how many layers to keep: a share of those that can be converted ("25%"), or a number.
+        units: "layers"; or "heads", and the budget counts the key/value heads of those layers. One is kept with the
+            query heads that read it.
         score: "kl", "recall", "ratio" or "greedy", see docs/selection.md.
         recipe, overrides: what a base model is converted to, as in `convert`; their keep_softmax has no say.
         data: a text file for the KL; None for the bundled text.
@@ -80,14 +82,15 @@ def select(
         LinearizeError: as `convert` and `linearize.load`.
     """
     from linearize.recipe import load_recipe
+    from linearize.select_subject import find_subject
 
     begun = time.monotonic()
     budget = str(budget)
-    _check(budget, score, samples, length)
+    _check(budget, units, score, samples, length)
     asked = recipe is not None or bool(overrides)
     settings = load_recipe(recipe, overrides or {}).model_copy(update={"keep_softmax": "none"})
-    subject = _subject(model, revision, settings, asked)
-    count = budget_count(budget, len(subject.layers))
+    subject = find_subject(model, revision, settings, asked)
+    count = subject.count(budget, units)
 
     from linearize_evals.loading import choose_device, choose_dtype
 
@@ -103,7 +106,7 @@ def select(
     loaded = subject.load(place, chosen_dtype)
     check_positions(loaded, drawn)
     meter = _Meter(progress)
-    bench = Bench(loaded, drawn, tick=meter.tick)
+    bench = Bench(loaded, drawn, kind=units, tick=meter.tick)
     found = choose(bench, score, count, seed=seed, meter=meter, note=note)
     return {
         "version": VERSION,
@@ -112,6 +115,7 @@ def select(
         "converted": subject.settings is None,
         "mixers": subject.mixers,
         "recipe": subject.recipe,
+        "units": units,
         "score": score,
         "budget": budget,
         "count": count,
@@ -123,14 +127,16 @@ def select(
         "settings": {"dtype": str(loaded.dtype).removeprefix("torch."), "device": place.type},
         "versions": _versions(),
         **found,
-        "notes": notes_on(found, subject.mixers, samples, score),
+        "notes": notes_on(found, subject.mixers, samples, score, units),
         "seconds": round(time.monotonic() - begun, 1),
     }  # fmt: skip
 
 
-def _check(budget: str, score: str, samples: int, length: int) -> None:
+def _check(budget: str, units: str, score: str, samples: int, length: int) -> None:
     if not is_budget(budget):
         raise UsageError(f"the budget can't be '{budget}'", "Write a share of the layers such as 25%, or a number")
+    if units not in UNITS:
+        raise UsageError(f"units can't be '{units}'", f"Choose {' or '.join(UNITS)}")
     if score not in SCORES:
         raise UsageError(f"there is no score '{score}'", did_you_mean(score, SCORES) or f"Choose {', '.join(SCORES)}")
     for name, value in (("samples", samples), ("length", length)):
@@ -139,65 +145,6 @@ def _check(budget: str, score: str, samples: int, length: int) -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"choosing layers needs {', '.join(missing)}", "pip install 'linearize[eval]'")
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """A model that can be measured; `layers` are those that have, or will have, a mixer."""
-
-    place: Path
-    probed: Probe
-    layers: list[int]
-    mixers: str  # "untrained" or "trained"
-    recipe: dict[str, Any]
-    settings: Recipe | None  # of a base model
-
-    def load(self, device: Any, dtype: Any) -> Any:
-        from linearize_evals.loading import load_model
-
-        model = load_model(self.place, device=device, dtype=dtype).requires_grad_(False)
-        return model if self.settings is None else linearize.linearize_(model, self.settings).eval()
-
-
-def _subject(model: str | Path, revision: str | None, settings: Recipe, asked: bool) -> _Subject:
-    """Everything that can be learned, and refused, before a weight is read."""
-    from linearize.family import load_config
-    from linearize.gguf import describe
-    from linearize.layer_plan import plan_layers
-    from linearize.modeling.probe import probe
-    from linearize.source import resolve
-
-    source = resolve(model, revision=revision, allow_converted=True)
-    source = describe(source) if source.gguf else source
-    probed = probe(load_config(source.config, source.name))
-    place = source.gguf or source.folder
-    if not source.config.get("linearize"):
-        layers = plan_layers(probed, settings)
-        mixers = [layer["layer"] for layer in layers if layer.get("mixer")]
-        return _Subject(place, probed, mixers, "untrained", settings.conversion(), settings)
-    if asked:
-        raise UsageError(f"{model} is converted already, so no recipe applies to it", "Leave out its options")
-    return _converted(source, place, probed)
-
-
-def _converted(source: Source, place: Path, probed: Probe) -> _Subject:
-    from linearize.modeling.classes import checked_block
-    from linearize.training.output import ADAPTER, UNCHANGED
-
-    block = checked_block(source.config.get("model_type"), source.config.get("linearize"))
-    recipe, record = block.get("recipe") or {}, block.get("training") or {}
-    layers = [layer["layer"] for layer in block["layers"] if layer.get("mixer")]
-    if recipe.get("keep_softmax", "none") != "none":
-        raise UsageError(
-            f"{source.name} keeps layers as softmax already, so their mixers can't be measured",
-            "Convert the base model with --keep-softmax none, or give the base model itself",
-        )
-    if record.get("base_weights", UNCHANGED) != UNCHANGED or (source.folder / ADAPTER).is_dir():
-        raise UsageError(
-            f"training has changed weights of {source.name} beside its mixers, so that it is no longer its own teacher",
-            "Give the checkpoint as it was after attention transfer, or the base model",
-        )
-    return _Subject(place, probed, layers, "trained" if record else "untrained", recipe, None)
 
 
 class _Meter:
@@ -216,49 +163,52 @@ class _Meter:
 def choose(
     bench: Bench, score: str, count: int, *, seed: int = 0, meter: _Meter | None = None, note: Note = lambda text: None
 ) -> dict[str, Any]:
-    """Sweep over the layers of `bench`, choose `count` of them, and measure the choice beside others of its size.
+    """Sweep over the units of `bench`, choose `count` of them, and measure the choice beside others of its size.
 
     Returns:
-        teacher, linear, layers, chosen, uniform, random and, for score "greedy", greedy: as in docs/selection.md.
+        teacher, linear, layers or heads, chosen, uniform, random and, for score "greedy", greedy: as in
+        docs/selection.md.
     """
     from linearize.select_scores import CANDIDATES, FORMULAS, damage, greedy, greedy_hybrids, ranking, ratio
 
-    layers = bench.layers
-    hybrids = 3 + RANDOM_SETS + (greedy_hybrids(len(layers), count) if score == "greedy" else 0)
+    units = bench.units
+    hybrids = 3 + RANDOM_SETS + (greedy_hybrids(len(units), count) if score == "greedy" else 0)
     if meter:
         meter.total = bench.runs * (1 + hybrids) + bench.sweep_runs
     if score == "greedy":
         note(
-            f"greedy tries the {min(len(layers), CANDIDATES * count)} highest-ranked layers of the sweep in {hybrids} "
-            f"hybrids, which takes {bench.runs * hybrids / bench.sweep_runs:.0f} times as long as the sweep"
+            f"greedy tries the {min(len(units), CANDIDATES * count)} highest-ranked {bench.kind} of the sweep in "
+            f"{hybrids} hybrids, which takes {bench.runs * hybrids / bench.sweep_runs:.0f} times as long as the sweep"
         )
-    alone = {layer: damage(bench.teacher, outcome) for layer, outcome in bench.sweep().items()}
+    alone = {unit: damage(bench.teacher, outcome) for unit, outcome in bench.sweep().items()}
     order, known = ranking(score, alone), {}
 
-    def measure(kept: Collection[int]) -> dict[str, Any]:
+    def measure(kept: Collection[Unit]) -> dict[str, Any]:
         key = tuple(sorted(kept))
         if key not in known:
             known[key] = damage(bench.teacher, bench.hybrid(key))
         return known[key]
 
-    steps = greedy(order[: CANDIDATES * count], count, measure) if score == "greedy" else []
-    first = [step["layer"] for step in steps]
-    order = first + [layer for layer in order if layer not in first]
-    sets = [sorted(random.Random(f"select:{seed}:{number}").sample(layers, count)) for number in range(RANDOM_SETS)]
-    chosen, uniform = sorted(order[:count]), sorted(spread(count, layers))
+    def hybrid(kept: Collection[Unit]) -> dict[str, Any]:
+        return {**as_json(kept, bench.heads, bench.kind), **measure(kept)}
+
+    first, steps = greedy(order[: CANDIDATES * count], count, measure) if score == "greedy" else ([], [])
+    order = first + [unit for unit in order if unit not in first]
+    sets = [sorted(random.Random(f"select:{seed}:{number}").sample(units, count)) for number in range(RANDOM_SETS)]
+    chosen = sorted(order[:count])
     found = {
         "teacher": {"tasks": damage(bench.teacher, bench.teacher)["tasks"]},
         "linear": measure(()),
-        "layers": [
+        bench.kind: [
             {
-                "layer": layer, "chosen": layer in chosen, "rank": order.index(layer) + 1,
-                "score": FORMULAS[score](alone[layer]), "ratio": ratio(alone[layer]), **alone[layer],
+                **as_row(unit), "chosen": unit in chosen, "rank": order.index(unit) + 1,
+                "score": FORMULAS[score](alone[unit]), "ratio": ratio(alone[unit]), **alone[unit],
             }
-            for layer in layers
+            for unit in units
         ],
-        "chosen": {"layers": chosen, **measure(chosen)},
-        "uniform": {"layers": uniform, **measure(uniform)},
-        "random": [{"layers": each, **measure(each)} for each in sets],
+        "chosen": hybrid(chosen),
+        "uniform": hybrid(sorted(spread(count, units))),
+        "random": [hybrid(each) for each in sets],
     }  # fmt: skip
     return found | ({"greedy": steps} if steps else {})
 

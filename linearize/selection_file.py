@@ -1,4 +1,4 @@
-"""What `linearize select` found, as a file: read, checked against a model, and turned into layers that a recipe keeps.
+"""What `linearize select` found, as a file: read, checked against a model, and turned into what a recipe keeps.
 
 Nothing here imports torch.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from linearize.modeling.probe import Probe
     from linearize.recipe import Recipe
 
-VERSION = 1
+VERSION = 2
 IN_MODEL = "linearize-selection.json"  # beside the weights of a model whose layers `convert` chose itself
 MAX_FILE_BYTES = 10_000_000
 STAND_IN = (
@@ -37,7 +37,7 @@ def architecture(probed: Probe) -> dict[str, Any]:
 
 
 def settled(recipe: Recipe, probed: Probe) -> tuple[Recipe, str, list[str]]:
-    """`recipe` with a plain list of layers in the place of `keep_softmax: "@selection.json"`, where it is from, and
+    """`recipe` with plain layers and heads in the place of `keep_softmax: "@selection.json"`, where it is from, and
     what to know of it.
 
     Other recipes come back as they are, with "" and nothing.
@@ -67,17 +67,31 @@ def selection_of(recipe: Recipe) -> str | None:
 
 
 def with_chosen(recipe: Recipe, selection: Mapping[str, Any]) -> Recipe:
-    """`recipe` that keeps the layers that a selection has chosen, and gives them no mixer any more.
+    """`recipe` that keeps the layers that a selection has chosen, and gives them no mixer any more; and keeps the heads
+    that it has chosen, with mixer `heads` over the mixer of their layer.
 
-    Who named them in `layers` couldn't know; and what config.json holds has to be a recipe that is taken again.
+    Who named layers in `layers` couldn't know of those that are kept; and what config.json holds has to be a recipe
+    that is taken again.
     """
     from linearize.recipe_files import layer_numbers
-    from linearize.recipe_mixers import in_order
+    from linearize.recipe_mixers import Block, in_order
 
-    chosen = set(selection["chosen"]["layers"])
-    left = {key: [n for n in layer_numbers(key) or () if n not in chosen] for key in recipe.layers}
-    blocks = in_order({ranges(numbers): recipe.layers[key] for key, numbers in left.items() if numbers})
-    return recipe.model_copy(update={"keep_softmax": tuple(sorted(chosen)), "layers": blocks})
+    whole = set(selection["chosen"]["layers"])
+    some = {int(layer): keep for layer, keep in selection["chosen"].get("heads", {}).items()}
+    left = {key: [n for n in layer_numbers(key) or () if n not in whole | set(some)] for key in recipe.layers}
+    blocks = {ranges(numbers): recipe.layers[key] for key, numbers in left.items() if numbers}
+    partly: list[tuple[Block, list[int]]] = []
+    for layer, keep in some.items():
+        spec = recipe.mixer_spec(layer)
+        over = {"over": spec.pop("name"), "over_options": spec}
+        block = Block(mixer="heads", mixer_options={"keep": keep, **over})
+        same = next((numbers for known, numbers in partly if known == block), None)
+        if same is None:
+            partly.append((block, same := []))
+        same.append(layer)
+    blocks |= {ranges(numbers): block for block, numbers in partly}
+    kept = tuple(sorted(whole)) or "none"
+    return recipe.model_copy(update={"keep_softmax": kept, "layers": in_order(blocks)})
 
 
 def because(selection: Mapping[str, Any], name: str) -> str:
@@ -119,15 +133,16 @@ def read_selection(name: str | Path) -> dict[str, Any]:
 
 def _is_selection(found: Any) -> bool:
     try:
-        model, layers = found["architecture"], [found["chosen"]["layers"], found["architecture"]["attention_layers"]]
+        model, chosen = found["architecture"], found["chosen"]
         texts = [found["score"], found["budget"], model["model_type"], model["shapes"]]
-        recipe = found["recipe"]
-    except (KeyError, TypeError):
+        lists = [chosen["layers"], model["attention_layers"], *chosen.get("heads", {}).values()]
+        layers, recipe = [int(layer) for layer in chosen.get("heads", {})], found["recipe"]
+    except (AttributeError, KeyError, TypeError, ValueError):
         return False
-    kinds = [(texts, str), (layers, list), ([recipe], dict)]
-    if not all(isinstance(value, kind) for values, kind in kinds for value in values):
+    kinds = [(texts, str), (lists, list), ([recipe], dict)]
+    if not all(isinstance(value, kind) for values, kind in kinds for value in values) or not all(lists[1:]):
         return False
-    return bool(layers[0]) and all(type(number) is int and number >= 0 for one in layers for number in one)
+    return bool(lists[0] or layers) and all(type(n) is int and n >= 0 for one in (*lists, layers) for n in one)
 
 
 def check_model(selection: Mapping[str, Any], model: Mapping[str, Any], name: str) -> None:
@@ -137,7 +152,8 @@ def check_model(selection: Mapping[str, Any], model: Mapping[str, Any], name: st
         UsageError: naming what differs.
     """
     made_for, mend = selection["architecture"], "Run `linearize select` on this model"
-    absent = sorted(set(selection["chosen"]["layers"]) - set(model["attention_layers"]))
+    chosen = {*selection["chosen"]["layers"], *map(int, selection["chosen"].get("heads", {}))}
+    absent = sorted(chosen - set(model["attention_layers"]))
     why = ""
     if made_for["model_type"] != model["model_type"]:
         why = f"a model of type '{made_for['model_type']}', and this one is of type '{model['model_type']}'"

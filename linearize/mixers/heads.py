@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,16 +46,8 @@ class HeadsMixer(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        heads = shape.num_key_value_heads
-        wrong = [head for head in keep if type(head) is not int or not 0 <= head < heads]
-        if wrong or not keep or len(set(keep)) < len(keep) or len(keep) >= heads:
-            raise UsageError(
-                f"mixer 'heads' can't have keep={list(keep)} in a layer of {heads} key/value heads",
-                "List some of them, each once, counted from 0" if heads > 1 else "Use another mixer for it",
-            )
-        self.shape, self.keep = shape, list(keep)
-        self.others = [head for head in range(heads) if head not in keep]
-        self.group = shape.num_heads // heads
+        self.shape, self.keep, self.others = shape, list(keep), _others(shape, keep)
+        self.group = shape.num_heads // shape.num_key_value_heads
         rest = len(self.others)
         part = replace(shape, num_heads=self.group * rest, num_key_value_heads=rest)
         self.inner: Any = build_inner("heads", over, over_options or {}, part, generator)
@@ -79,8 +72,14 @@ class HeadsMixer(nn.Module):
         return_state: bool = False,
     ) -> tuple[Tensor, State | None]:
         """Mix q (B, T, H, D), k (B, T, Hk, D), v (B, T, Hk, Dv) into (B, T, H, Dv), causally; as `LinearMixer`."""
-        kept, after = self._softmax(
-            _pick(q, self.keep, self.group), _pick(k, self.keep), _pick(v, self.keep), mask, cu_seqlens, state
+        kept, after = _softmax(
+            self.shape,
+            _pick(q, self.keep, self.group),
+            _pick(k, self.keep),
+            _pick(v, self.keep),
+            mask,
+            cu_seqlens,
+            state,
         )
         other, inner = self.inner(
             _pick(q, self.others, self.group),
@@ -93,38 +92,85 @@ class HeadsMixer(nn.Module):
             state=inner_state(state),
             return_state=return_state,
         )
-        order = [*self.keep, *self.others]
-        both = torch.cat([kept, other], 2)
-        out = _pick(both, [order.index(head) for head in range(len(order))], self.group)
+        out = _together(kept, other, self.keep, self.others, self.group)
         return out, with_inner(after, inner) if return_state else None
 
-    def _softmax(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, state: State | None
-    ) -> tuple[Tensor, State]:
-        """Causal softmax attention, and the keys and values of all tokens so far.
 
-        It is window attention over a window that holds them all, and whose linear part has one feature, which is 0.
-        """
-        batch, length = q.shape[:2]
-        valid = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
-        k, v = (x if mask is None else x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
-        features = nothing(q), nothing(k)
-        options: dict[str, Any] = {"scale": self.shape.scaling, "softcap": self.shape.softcap, "mask": mask}
-        if state is None:
-            out = window_attention(q, k, v, *features, window=max(length, 1), cu_seqlens=cu_seqlens, **options)
-            return out, dict(zip(NAMES, (k, v, valid), strict=True))
-        seen = state["kept_k"].shape[1]
-        # A ring of all tokens, where the new ones find empty slots behind the old ones.
-        ring_k, ring_v = (torch.cat([state[name], x], 1) for name, x in zip(NAMES, (k, v), strict=False))
-        empty = torch.cat([state["kept_valid"], torch.zeros_like(valid)], 1)
-        start = torch.full((batch,), seen, dtype=torch.int64, device=q.device)
-        before = exact_state(ring_k, ring_v, empty, start=start)
-        options["window"] = seen + length
-        if steps_in_place(state, q):
-            out = window_attention_step(q, k, v, *features, before, **options)
-        else:
-            out = window_attention(q, k, v, *features, initial_state=before, **options)
-        return out, dict(zip(NAMES, (ring_k, ring_v, torch.cat([state["kept_valid"], valid], 1)), strict=True))
+@contextmanager
+def keeping_heads(mixer: nn.Module, shape: AttentionShape, keep: Sequence[int]) -> Iterator[None]:
+    """Within the block, `mixer`, in a layer of `shape`, gives softmax attention in the heads that `keep` names, as
+    `HeadsMixer` does, and its own in the others. It takes and gives no state.
+
+    Raises:
+        UsageError: as `HeadsMixer`.
+    """
+    others, group = _others(shape, keep), shape.num_heads // shape.num_key_value_heads
+
+    def mixed(module: nn.Module, qkv: tuple[Tensor, ...], inputs: dict[str, Any], output: Any) -> Any:
+        if inputs.get("return_state") or inputs.get("state") is not None:
+            raise RuntimeError("a mixer whose heads are kept for a while has no state: pass use_cache=False")
+        q, k, v = _pick(qkv[0], keep, group), _pick(qkv[1], keep), _pick(qkv[2], keep)
+        kept, _ = _softmax(shape, q, k, v, inputs.get("mask"), inputs.get("cu_seqlens"), None)
+        return _together(kept, _pick(output[0], others, group), keep, others, group), None
+
+    handle = mixer.register_forward_hook(mixed, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _others(shape: AttentionShape, keep: Sequence[int]) -> list[int]:
+    """The key/value heads beside those that `keep` names; raises `UsageError` where there is none, or no such head."""
+    heads = shape.num_key_value_heads
+    wrong = [head for head in keep if type(head) is not int or not 0 <= head < heads]
+    if wrong or not keep or len(set(keep)) < len(keep) or len(keep) >= heads:
+        raise UsageError(
+            f"mixer 'heads' can't have keep={list(keep)} in a layer of {heads} key/value heads",
+            "List some of them, each once, counted from 0" if heads > 1 else "Use another mixer for it",
+        )
+    return [head for head in range(heads) if head not in keep]
+
+
+def _softmax(
+    shape: AttentionShape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: State | None,
+) -> tuple[Tensor, State]:
+    """Causal softmax attention, and the keys and values of all tokens so far.
+
+    It is window attention over a window that holds them all, and whose linear part has one feature, which is 0.
+    """
+    batch, length = q.shape[:2]
+    valid = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
+    k, v = (x if mask is None else x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
+    features = nothing(q), nothing(k)
+    options: dict[str, Any] = {"scale": shape.scaling, "softcap": shape.softcap, "mask": mask}
+    if state is None:
+        out = window_attention(q, k, v, *features, window=max(length, 1), cu_seqlens=cu_seqlens, **options)
+        return out, dict(zip(NAMES, (k, v, valid), strict=True))
+    seen = state["kept_k"].shape[1]
+    # A ring of all tokens, where the new ones find empty slots behind the old ones.
+    ring_k, ring_v = (torch.cat([state[name], x], 1) for name, x in zip(NAMES, (k, v), strict=False))
+    empty = torch.cat([state["kept_valid"], torch.zeros_like(valid)], 1)
+    start = torch.full((batch,), seen, dtype=torch.int64, device=q.device)
+    before = exact_state(ring_k, ring_v, empty, start=start)
+    options["window"] = seen + length
+    if steps_in_place(state, q):
+        out = window_attention_step(q, k, v, *features, before, **options)
+    else:
+        out = window_attention(q, k, v, *features, initial_state=before, **options)
+    return out, dict(zip(NAMES, (ring_k, ring_v, torch.cat([state["kept_valid"], valid], 1)), strict=True))
+
+
+def _together(kept: Tensor, other: Tensor, keep: Sequence[int], others: Sequence[int], group: int) -> Tensor:
+    """(B, T, H, Dv) of the outputs of groups `keep` and of groups `others`, all in the layer's order."""
+    order = [*keep, *others]
+    return _pick(torch.cat([kept, other], 2), [order.index(head) for head in range(len(order))], group)
 
 
 def _pick(x: Tensor, heads: Sequence[int], group: int = 1) -> Tensor:

@@ -6,11 +6,13 @@ two: no second model has to be in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from linearize.errors import UsageError
+from linearize.mixers.heads import keeping_heads
+from linearize.mixers.registry import AttentionShape
 from linearize.modeling.attach import SWITCH
 from linearize.modeling.attention import IMPLEMENTATION
 
@@ -45,7 +47,7 @@ def bypass(model: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def keeping(model: Any, layers: Collection[int]) -> Iterator[Any]:
+def keeping(model: Any, layers: Collection[int], heads: Mapping[int, Sequence[int]] | None = None) -> Iterator[Any]:
     """Within the block, `model` is the hybrid whose converted `layers` run softmax attention, the others their mixers.
 
     It is what a conversion of the same weights with `keep_softmax: layers` gives; with all converted layers it is the
@@ -53,20 +55,35 @@ def keeping(model: Any, layers: Collection[int]) -> Iterator[Any]:
 
     Args:
         layers: numbers of converted layers; what else the model has runs as it does anyway.
+        heads: for other converted layers, key/value heads that run softmax attention with the query heads that read
+            them, while the layer's mixer runs for its other heads. It is what mixer `heads` over that mixer gives, but
+            for random features, of which it draws others. No cache can be filled then.
 
     Raises:
-        UsageError: a layer isn't a converted one; the model isn't converted, or runs in another mode already.
+        UsageError: a layer isn't a converted one, or its heads aren't some of those that it has; the model isn't
+            converted, or runs in another mode already.
     """
-    switch = owner_of(model)._linearize_switch
-    wrong = sorted(set(layers) - set(switch.layers.values()))
+    heads = heads or {}
+    owner = owner_of(model)
+    switch = owner._linearize_switch
+    wrong = sorted({*layers, *heads} - set(switch.layers.values()))
     if wrong:
         raise UsageError(f"layer {wrong[0]} isn't converted, so it has no mixer to set aside")
+    both = sorted(set(layers) & set(heads))
+    if both:
+        raise UsageError(f"layer {both[0]} is kept whole, so none of its heads can be")
     names = {name for name, layer in switch.layers.items() if layer in layers}
     if names == set(switch.layers):
         with bypass(model):
             yield model
         return
-    with _softmax_in(model, names):
+    shapes = {entry["layer"]: entry.get("shape") for entry in owner.config.linearize["layers"]}
+    with ExitStack() as stack:
+        for name, layer in switch.layers.items():
+            if heads.get(layer):
+                mixer = owner.get_submodule(name).linearize
+                stack.enter_context(keeping_heads(mixer, AttentionShape(**shapes[layer]), heads[layer]))
+        stack.enter_context(_softmax_in(model, names))
         switch.kept = frozenset(layers)
         yield model
 

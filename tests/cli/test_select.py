@@ -75,18 +75,66 @@ def test_a_selection_and_its_use(run, base, tmp_path):
     assert run("verify", tmp_path / "out").code == 0
 
 
-def test_the_documented_keys_are_those_of_a_selection(selection):
+def test_heads_and_their_use(run, base, tmp_path):
+    options = ["--heads", "--budget", "3", *RECIPE, *SMALL]
+    done = run("select", base, "-o", tmp_path / "s.json", *options, "--json")
+    assert done.code == 0, done.err
+    document = json.loads((tmp_path / "s.json").read_text())
+    assert [(row["layer"], row["head"]) for row in document["heads"]] == [(n // 2, n % 2) for n in range(8)]
+    best = {(row["layer"], row["head"]) for row in document["heads"] if row["rank"] <= 3}
+    assert best == {(row["layer"], row["head"]) for row in document["heads"] if row["chosen"]}
+    for kept in (document["chosen"], document["uniform"], *document["random"]):
+        assert 2 * len(kept["layers"]) + sum(map(len, kept["heads"].values())) == 3
+    shown = run("select", base, "-o", tmp_path / "s.json", *options).out
+    for words in (" layer.head", "2 more heads have lower ranks", "evenly spread: heads"):
+        assert words in shown
+
+    document["chosen"] |= {"layers": [2], "heads": {"0": [1], "1": [0], "3": [1]}}
+    (tmp_path / "s.json").write_text(json.dumps(document))
+    mixed = {"feature_map": "elu1", "window": 4, "layers": {"0, 2": {"mixer": "gla"}}}
+    convert = {"overrides": {"keep_softmax": f"@{tmp_path / 's.json'}"}}
+    assert linearize.convert(base, tmp_path / "a", recipe=mixed, **convert).plan.recipe.keep_softmax == (2,)
+    block = json.loads((tmp_path / "a" / "config.json").read_text())["linearize"]
+    assert list(block["recipe"]["layers"]) == ["0", "1", "3"]
+    mixers = [layer.get("mixer", {}) for layer in block["layers"]]
+    assert [mixer.get("over") for mixer in mixers] == ["gla", "window", None, "window"]
+    assert [mixer.get("keep") for mixer in mixers] == [[1], [0], None, [1]]
+    assert mixers[3]["over_options"] | {"feature_map": "elu1", "window": 4} == mixers[3]["over_options"]
+    again = linearize.convert(base, tmp_path / "b", recipe=block["recipe"]).plan
+    assert [layer.get("mixer", {}) for layer in again.layers] == mixers
+    assert again.recipe.conversion() == block["recipe"]
+    assert run("verify", tmp_path / "a").code == 0
+
+
+def test_heads_that_can_not_be_chosen_are_refused(run, base, tmp_path):
+    single = save(tmp_path / "single", num_key_value_heads=1)
+    for model, options, said in (
+        (single, [], "every layer of this model has one key/value head"),
+        (base, ["--mixer", "heads"], "beside mixer 'heads', whose state grows already"),
+        (base, ["--budget", "8"], "keeps 8 of the model's 8 key/value heads in convertible layers"),
+    ):
+        done = run("select", model, "-o", tmp_path / "s.json", "--heads", *options)
+        assert done.code == 2
+        assert said in done.err
+    with pytest.raises(linearize.errors.UsageError, match="units can't be 'head'"):
+        linearize.select(base, 1, units="head")
+
+
+def test_the_documented_keys_are_those_of_a_selection(base, selection):
     text = (ROOT / "docs" / "selection.md").read_text()
     table = text.split("\n| key |")[1].split("\n\n")[0].splitlines()[2:]
     listed = {name for row in table for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
-    document = json.loads(selection.read_text())
-    found, measures = {"greedy", *document}, {"kl", "recall_nll", "recall_accuracy", "tasks"}
-    for key in ("architecture", "data", "settings", "versions"):
-        found |= {f"{key}.{inner}" for inner in document[key]}
-    for key in ("layers", "chosen", "uniform", "random", "linear"):
-        value = document[key][0] if isinstance(document[key], list) else document[key]
-        assert measures <= set(value)
-        found |= {f"{key}.{inner}" for inner in set(value) - measures}
+    small = {"samples": 2, "length": 256, "pairs": [4], "dtype": "float32"}
+    heads = linearize.select(base, 1, units="heads", overrides={"feature_map": "elu1", "window": 4}, **small)
+    found, measures = {"greedy"}, {"kl", "recall_nll", "recall_accuracy", "tasks"}
+    for document in (json.loads(selection.read_text()), heads):
+        found |= set(document)
+        for key in ("architecture", "data", "settings", "versions"):
+            found |= {f"{key}.{inner}" for inner in document[key]}
+        for key in (document["units"], "chosen", "uniform", "random", "linear"):
+            value = document[key][0] if isinstance(document[key], list) else document[key]
+            assert measures <= set(value)
+            found |= {f"{key}.{inner}" for inner in set(value) - measures}
     assert listed == found
 
 
@@ -252,9 +300,13 @@ def test_a_selection_that_does_not_fit_is_refused(run, base, selection, tmp_path
         lambda one: one["architecture"].update(model_type="gpt2")
     )
     assert "chooses layers 9" in refusal(lambda one: one["chosen"].update(layers=[1, 9]))
-    assert "version 2" in refusal(lambda one: one.update(version=2))
+    assert "version 1" in refusal(lambda one: one.update(version=1))
     assert "isn't a selection" in refusal(lambda one: one.update(chosen=[1]))
     assert "isn't a selection" in refusal(lambda one: one["chosen"].update(layers=["1"]))
+    for heads in ({"0": []}, {"0": 1}, {"first": [0]}, {"0": [-1]}, [0]):
+        assert "isn't a selection" in refusal(lambda one, heads=heads: one["chosen"].update(heads=heads))
+    assert "chooses layers 9" in refusal(lambda one: one["chosen"].update(heads={"9": [0]}))
+    assert "keep=[7] in a layer of 2 key/value heads" in refusal(lambda one: one["chosen"].update(heads={"0": [7]}))
     assert "isn't a selection" in refusal(lambda one: one.pop("architecture"))
     assert "isn't a selection" in refusal(lambda one: one.update(recipe=None))
     for text, message in (("{", "isn't JSON"), ("[]", "isn't a selection")):

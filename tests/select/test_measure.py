@@ -10,6 +10,7 @@ import linearize
 from linearize.select_measure import Bench
 from linearize.select_samples import Samples
 from linearize.select_scores import FLOOR, damage, greedy, ranking, ratio
+from linearize.select_units import as_json, in_words, parted
 from linearize.selection import choose
 from tests.select import lookup
 
@@ -29,6 +30,23 @@ def test_the_planted_layer_is_chosen(place, echo, score, expected):
     assert [layer for layer in rows if rows[layer]["chosen"]] == found["chosen"]["layers"]
     assert (found["chosen"]["tasks"]["lookup"]["accuracy"] == 1) == (expected == "place")
     assert found["uniform"]["layers"] == [0]
+
+
+@pytest.mark.parametrize(("place", "head"), [(1, 1), (1, 0), (0, 1)])
+def test_the_planted_head_is_chosen(place, head):
+    """And where both heads of a layer are chosen, the whole layer."""
+    bench = Bench(lookup.converted(place, 3, heads=2, head=head), lookup.samples(), kind="heads")
+    found = choose(bench, "recall", 1)
+    assert found["chosen"]["layers"] == []
+    assert found["chosen"]["heads"] == {str(place): [head]}
+    assert found["chosen"]["tasks"]["lookup"]["accuracy"] == 1
+    rows = {(row["layer"], row["head"]): row["recall_nll"] for row in found["heads"]}
+    assert len(rows) == 8
+    assert rows.pop((place, head))["low"] > 1
+    assert all(each["value"] < 0.1 for each in rows.values())
+    both = as_json([(3, 1), (place, 0), (place, 1)], bench.heads, "heads")
+    assert both == {"layers": [place], "heads": {"3": [1]}}
+    assert in_words(both) == f"{place}, heads 3.1"
 
 
 def test_greedy_restores_first_what_loses_most_and_then_what_is_left():
@@ -84,13 +102,39 @@ def test_what_is_measured_is_what_conversions_of_their_own_give(chained, monkeyp
     assert (bench.teacher.kl == 0).all()
 
 
-def test_a_model_is_as_it_was_after_a_measurement():
-    model, ids = lookup.converted(1, 3), torch.tensor([lookup.samples().texts[0]])
+@pytest.mark.parametrize("chained", [True, False])
+def test_what_is_measured_of_heads_is_what_mixer_heads_gives(chained, monkeypatch):
+    if not chained:
+        monkeypatch.setattr("linearize.select_measure._chain", lambda model: None)
+    samples, base = lookup.samples(), lookup.model(1, 3, heads=2, head=1)
+    runs = []
+    bench = Bench(lookup.converted(1, 3, heads=2, head=1), samples, kind="heads", tick=runs.append)
+    sweep = bench.sweep()
+    assert sum(runs) == bench.runs + bench.sweep_runs
+    assert list(sweep) == bench.units
+    cases = {((0, 0), (0, 1), (2, 1), (3, 0)): None, ((1, 1),): None}
+    cases |= {tuple(unit for unit in bench.units if unit != alone): sweep[alone] for alone in [(1, 1), (3, 0)]}
+    window = {"over": "window", "over_options": {key: lookup.RECIPE[key] for key in ("feature_map", "window", "sinks")}}
+    for kept, outcome in cases.items():
+        whole, some = parted(kept, bench.heads)
+        blocks = {str(n): {"mixer": "heads", "mixer_options": {"keep": keep, **window}} for n, keep in some.items()}
+        hybrid = lookup.converted(1, 3, heads=2, head=1, keep_softmax=whole or "none", layers=blocks)
+        kl, nll, right = reference(base, hybrid, samples)
+        outcome = outcome or bench.hybrid(kept)
+        np.testing.assert_allclose(outcome.kl, kl, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(outcome.nll["lookup"], nll, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(outcome.accuracy["lookup"], right)
+
+
+@pytest.mark.parametrize("kind", ["layers", "heads"])
+def test_a_model_is_as_it_was_after_a_measurement(kind):
+    model, ids = lookup.converted(1, 3, heads=2), torch.tensor([lookup.samples().texts[0]])
     with torch.no_grad():
         before = model(ids).logits
         names = [name for name, _ in model.named_modules()]
-        bench = Bench(model, lookup.samples())
+        bench = Bench(model, lookup.samples(), kind=kind)
         bench.sweep()
+        bench.hybrid(bench.units[:1])
         assert torch.equal(model(ids).logits, before)
         assert [name for name, _ in model.named_modules()] == names
         with pytest.raises(KeyboardInterrupt):  # what Ctrl-C does in the middle
@@ -125,8 +169,8 @@ def test_greedy_tries_every_candidate_beside_those_that_it_has():
         both = 0.7 if {0, 1} <= set(kept) else 0.0  # together they are worth more
         return losses(kl=3 - sum(gain[layer] for layer in kept) - both, recall_nll=0.0)
 
-    steps = greedy([2, 1, 0], 2, measure)
-    assert [step["layer"] for step in steps] == [0, 1]
+    order, steps = greedy([2, 1, 0], 2, measure)
+    assert [step["layer"] for step in steps] == order == [0, 1]
     assert tried == [(2,), (1,), (0,), (0, 2), (0, 1)]
 
 
