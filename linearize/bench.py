@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import linearize
-from linearize.errors import ResourceError, UsageError
+from linearize.errors import ResourceError, UsageError, out_of_memory
 from linearize.modeling.attach import SWITCH
 from linearize.modeling.bypass import bypass
 from linearize.modeling.compat import cache_keyword
@@ -176,8 +176,10 @@ def _next(model: Any, ids: Tensor, cache: Any) -> Tensor:
     try:
         held = {cache_keyword(model): cache}
         logits = model(input_ids=ids, use_cache=True, logits_to_keep=1, **held).logits
-    except torch.OutOfMemoryError as error:
-        raise ResourceError(f"{ids.shape[1]:,} tokens don't fit in the device's memory", "Choose less") from error
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise ResourceError(f"{ids.shape[1]:,} tokens don't fit in memory", "Choose less") from error
     return logits[:, -1:].argmax(-1)
 
 

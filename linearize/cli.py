@@ -21,7 +21,7 @@ import click
 
 from linearize.commands import cli
 from linearize.console import printable
-from linearize.errors import LinearizeError, ResourceError
+from linearize.errors import LinearizeError, ResourceError, out_of_memory
 
 ISSUES = "the project's issue tracker"
 INTERRUPTED = 130
@@ -60,13 +60,13 @@ def _run(arguments: list[str]) -> int:
         # Python flushes stdout once more at exit, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except MemoryError as error:
-        return _fail(ResourceError("out of memory", "Use a machine with more"), arguments, error)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOMEM):
             return _fail(ResourceError(f"{error.filename or 'a file'}: {error.strerror}"), arguments, error)
         return _bug(error, arguments)
     except Exception as error:
+        if out_of_memory(error):
+            return _fail(ResourceError("out of memory", "Use a machine with more"), arguments, error)
         return _bug(error, arguments)
     return 0
 

@@ -55,6 +55,13 @@ class NetworkError(LinearizeError):
     exit_code = 5
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, a device's, or what torch's allocator asked the CPU's for."""
+    # By its name, so that torch needn't be imported to ask.
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def first_line(error: BaseException | str) -> str:
     """The first line of what an error of another library says, or its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.errors import UsageError
 from linearize.ledger import Ledger, of_path
-from linearize.selection_file import read_selection, selection_of
+from linearize.selection import check_packages
+from linearize.selection_file import is_auto, read_selection, selection_of
 from linearize.source import local_path
 from linearize.target import check_target, survey
 from linearize.training.schema import SELF
@@ -45,6 +46,8 @@ def preflight(recipe: Recipe, folder: Path, *, resume: bool, device: str | None 
     selection = selection_of(recipe)
     if selection is not None:
         read_selection(selection)
+    if is_auto(recipe):
+        check_packages()
     for name in teachers(recipe):
         local_path(name)
     _check_evaluation(recipe, ledger)

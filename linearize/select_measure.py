@@ -18,7 +18,7 @@ from linearize_evals.batching import plan_batches
 from linearize_evals.document import Document
 from torch import Tensor
 
-from linearize.errors import ModelError, ResourceError
+from linearize.errors import ModelError, ResourceError, out_of_memory
 from linearize.family import load_config
 from linearize.modeling.bypass import keeping, owner_of
 from linearize.modeling.chain import Chain, Part, chain
@@ -145,8 +145,10 @@ class Bench:
                 yield
             except FloatingPointError as error:  # a mixer's own complaint, on the CPU
                 raise ModelError(f"the model can't be measured: {error}") from error
-            except torch.OutOfMemoryError as error:
-                what = "the device's memory is too small for the model and these documents"
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                what = "memory is too small for the model and these documents"
                 raise ResourceError(what, "Choose a smaller --length, or fewer --pairs or --samples") from error
 
     @contextmanager

@@ -142,6 +142,11 @@ def _check(budget: str, units: str, score: str, samples: int, length: int) -> No
     for name, value in (("samples", samples), ("length", length)):
         if value < 1:
             raise UsageError(f"{name} can't be {value}", "Give at least 1")
+    check_packages()
+
+
+def check_packages() -> None:
+    """Raise `UsageError` where a package is missing that choosing layers needs."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"choosing layers needs {', '.join(missing)}", "pip install 'linearize[eval]'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from linearize.errors import ResourceError, UsageError, first_line
+from linearize.errors import ResourceError, UsageError, first_line, out_of_memory
 
 SHORTEST = 0.9  # of the longest document in a batch: padding costs at most a tenth
 TOKENS = {"cpu": 2048}  # in a batch; benchmarks on two cores gain nothing beyond
@@ -80,7 +80,7 @@ def in_batches(
         try:
             results = run(batch)
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             if len(batch) == 1:
                 raise ResourceError(
@@ -97,9 +97,3 @@ def in_batches(
                 torch.cuda.empty_cache()
         else:
             yield batch, results
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.digest import Progress
-from linearize.errors import ModelError, ResourceError
+from linearize.errors import ModelError, ResourceError, out_of_memory
 from linearize.sink import disk_errors
 from linearize.training.packing import front
 
@@ -92,8 +92,6 @@ def _as_teacher(model: Any) -> Any:
 def _all_rows(
     model: Any, start: int, rows: int, length: int, seed: int, vocabulary: int, progress: Progress | None
 ) -> Iterator[list[int]]:
-    import torch
-
     most = ROWS.get(_device(model).type, FEW_ROWS)
     done = 0
     while done < rows:
@@ -106,7 +104,9 @@ def _all_rows(
         try:
             with _as_teacher(model):
                 found = _sample(model, start, numbers, length, seed, vocabulary, tick)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             if most == 1:
                 what = f"there is too little memory to sample {length} tokens from the teacher"
                 raise ResourceError(what, "Sample shorter rows, or use a text file") from error

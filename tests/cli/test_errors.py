@@ -81,6 +81,7 @@ def test_keep_softmax_out_of_range_exits_2(run, model, tmp_path):
         (ResourceError("the disk is full"), 4, "error: the disk is full."),
         (NetworkError("'a/b' is gated"), 5, "error: 'a/b' is gated."),
         (MemoryError(), 4, "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"), 4, "out of memory"),
         (OSError(28, "No space left on device", "/x"), 4, "/x: No space left on device"),
         (KeyError("x"), 1, "this is a bug of linearize (KeyError: 'x')"),
         (PermissionError(13, "Permission denied", "/x"), 1, "this is a bug of linearize"),

@@ -284,6 +284,7 @@ def test_without_a_section_eval_nothing_is_scored(base, tmp_path, steps):
         ({}, {"resume": True}, UsageError, "no run in"),
         ({}, {"out": "base/run"}, UsageError, "is inside MODEL"),
         ({"window": 0}, {}, UsageError, "window"),
+        ({"keep_softmax": "auto:1"}, {}, UsageError, "choosing layers needs absent"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_anything_is_written(
@@ -291,6 +292,7 @@ def test_what_would_fail_later_is_refused_before_anything_is_written(
 ):
     shutil.copytree(base, tmp_path / "base")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("linearize.selection.NEEDED", ("absent",))
     before = tree(tmp_path)
     arguments = {"out": "new/out", "model": "base"} | arguments
     with pytest.raises(error, match=match):
