@@ -73,20 +73,20 @@ def is_budget(text: str) -> bool:
     return 0 < float(percent[1]) < 100 if percent else bool(re.fullmatch(r"[1-9]\d{0,8}", text))
 
 
-def budget_count(budget: str, layers: int, what: str = "convertible layers") -> int:
-    """How many of so many `layers`, or of `what` else, a budget keeps: "25%" of them, rounded, at least one; or "3".
+def budget_count(budget: str, units: int, what: str = "convertible layers") -> int:
+    """How many of so many `units`, called `what`, a budget keeps: "25%" of them, rounded, at least one; or "3".
 
     Raises:
         UsageError: it is neither, or leaves no layer to convert.
     """
     if not is_budget(budget):
         raise UsageError(f"the budget can't be '{budget}'", "Write a share of the layers such as 25%, or a number")
-    count = _rounded(float(budget[:-1]), layers) if budget.endswith("%") else int(budget)
-    if count >= layers:
+    count = _rounded(float(budget[:-1]), units) if budget.endswith("%") else int(budget)
+    if count >= units:
         raise UsageError(
-            f"a budget of {budget} keeps {count} of the model's {layers} {what} as softmax, "
+            f"a budget of {budget} keeps {count} of the model's {units} {what} as softmax, "
             "so nothing is left to convert",
-            f"Keep at most {layers - 1}" if layers > 1 else "Convert it without keep_softmax",
+            f"Keep at most {units - 1}" if units > 1 else "Convert it without keep_softmax",
         )
     return count
 

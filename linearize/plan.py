@@ -57,7 +57,7 @@ class Plan:
         bytes_needed: bytes that OUT takes on its disk (linked files take none).
         bytes_free: what that disk has; None if OUT isn't known yet.
         memory_bytes: the most memory that converting takes.
-        chosen: how the layers that stay softmax were chosen, if they were measured.
+        chosen: layers that were chosen by measurement, to stay softmax whole or in part -> how they were.
     """
 
     source: Source
@@ -70,7 +70,7 @@ class Plan:
     bytes_free: int | None
     memory_bytes: int
     notes: tuple[str, ...] = field(default=())
-    chosen: str = ""
+    chosen: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def converted(self) -> list[dict[str, Any]]:
@@ -117,11 +117,17 @@ def base_names(shards: Sequence[str]) -> dict[str, str]:
     return {name: f"model-base-{i:05d}-of-{len(shards):05d}.safetensors" for i, name in enumerate(shards, 1)}
 
 
-def make_plan(source: Source, recipe: Recipe, destination: Destination | None = None, *, chosen: str = "") -> Plan:
+def make_plan(
+    source: Source,
+    recipe: Recipe,
+    destination: Destination | None = None,
+    *,
+    chosen: Mapping[int, str] | None = None,
+) -> Plan:
     """Plan the conversion of `source` with `recipe` (into `destination`, if it is known).
 
     Args:
-        chosen: how the layers in the recipe's keep_softmax were chosen.
+        chosen: how layers that the recipe keeps were chosen (see `Plan`).
 
     Raises:
         UsageError: keep_softmax or layers names a layer that isn't there, or nothing is left to convert.

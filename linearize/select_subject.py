@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import linearize
 from linearize.errors import UsageError
-from linearize.keep_softmax import budget_count
+from linearize.keep_softmax import budget_count, ranges
 from linearize.select_units import heads_of, units_of
 
 if TYPE_CHECKING:
@@ -38,18 +38,48 @@ class Subject:
         heads = heads_of(self.layers)
         if kind == "layers":
             return budget_count(budget, len(heads))
-        from linearize.mixers import grows
-
         if set(heads.values()) == {1}:
-            raise UsageError(
-                "every layer of this model has one key/value head, so its heads are its layers", "Choose layers"
-            )
-        growing = next((layer["mixer"]["name"] for layer in self.layers if grows(layer["mixer"])), None)
+            what = "every layer that can be converted has one key/value head, so its heads are its layers"
+            raise UsageError(what, "Leave out --heads")
+        for layer in self.layers:
+            self._check_heads(layer)
+        return budget_count(budget, len(units_of(heads, kind)), "key/value heads in convertible layers")
+
+    def notes(self, kind: str) -> list[str]:
+        """What to know of kept "layers" or "heads" of this model."""
+        numbers = {layer["layer"] for layer in self.layers}
+        more = [  # than the softcap, which kept heads have, too
+            probed.layer
+            for probed in self.probed.layers
+            if probed.layer in numbers and len(probed.notes) > (probed.shape.softcap is not None)
+        ]
+        if kind == "layers" or not more:
+            return []
+        return [f"heads kept in layers {ranges(more)} lack what their softmax does beside q, k and v: see inspect"]
+
+    def _check_heads(self, layer: dict[str, Any]) -> None:
+        from linearize.mixers import grows
+        from linearize.mixers.registry import NotRegistered
+
+        base = self.settings is not None
+        try:
+            growing = grows(layer["mixer"])
+        except NotRegistered as error:
+            raise error if base else error.in_checkpoint() from None
         if growing:
             raise UsageError(
-                f"heads can't be chosen beside mixer '{growing}', whose state grows already", "Choose another mixer"
+                f"heads can't be chosen beside mixer '{layer['mixer']['name']}' of layer {layer['layer']}, whose state "
+                "grows already",
+                "Choose another mixer" if base else "Give the base model, or a conversion without that mixer",
             )
-        return budget_count(budget, len(units_of(heads, kind)), "key/value heads in convertible layers")
+        # Kept heads see all tokens, which a sliding layer's own don't.
+        kinds = {probed.layer: probed.kind for probed in self.probed.layers}
+        if kinds[layer["layer"]] == "sliding_attention":
+            raise UsageError(
+                f"heads of layer {layer['layer']} can't be chosen: it has sliding-window attention, and heads that are "
+                "kept attend to all tokens",
+                "Leave out convert_sliding" if base else "Give the base model",
+            )
 
     def load(self, device: Any, dtype: Any) -> Any:
         from linearize_evals.loading import load_model
@@ -77,8 +107,8 @@ def find_subject(model: str | Path, revision: str | None, settings: Recipe, aske
     place = source.gguf or source.folder
     if not source.config.get("linearize"):
         layers = plan_layers(probed, settings)
-        mixers = [layer for layer in layers if layer.get("mixer")]
-        return Subject(place, probed, mixers, "untrained", settings.conversion(), settings)
+        converted = [layer for layer in layers if layer.get("mixer")]
+        return Subject(place, probed, converted, "untrained", settings.conversion(), settings)
     if asked:
         raise UsageError(f"{model} is converted already, so no recipe applies to it", "Leave out its options")
     return _converted(source, place, probed)

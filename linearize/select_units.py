@@ -15,7 +15,9 @@ UNITS = ("layers", "heads")
 
 
 def units_of(heads: Mapping[int, int], kind: str) -> list[Unit]:
-    """The units of layers that have so many key/value `heads`, in order."""
+    """The units of layers that have so many key/value `heads`, in order; ValueError for a `kind` that UNITS lacks."""
+    if kind not in UNITS:
+        raise ValueError(f"units are {' or '.join(UNITS)}, not {kind!r}")
     if kind == "layers":
         return list(heads)
     return [(layer, head) for layer, count in heads.items() for head in range(count)]

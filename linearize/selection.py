@@ -127,16 +127,16 @@ def select(
         "settings": {"dtype": str(loaded.dtype).removeprefix("torch."), "device": place.type},
         "versions": _versions(),
         **found,
-        "notes": notes_on(found, subject.mixers, samples, score, units),
+        "notes": [*notes_on(found, subject.mixers, samples, score, units), *subject.notes(units)],
         "seconds": round(time.monotonic() - begun, 1),
     }  # fmt: skip
 
 
 def _check(budget: str, units: str, score: str, samples: int, length: int) -> None:
-    if not is_budget(budget):
-        raise UsageError(f"the budget can't be '{budget}'", "Write a share of the layers such as 25%, or a number")
     if units not in UNITS:
         raise UsageError(f"units can't be '{units}'", f"Choose {' or '.join(UNITS)}")
+    if not is_budget(budget):
+        raise UsageError(f"the budget can't be '{budget}'", f"Write a share of the {units} such as 25%, or a number")
     if score not in SCORES:
         raise UsageError(f"there is no score '{score}'", did_you_mean(score, SCORES) or f"Choose {', '.join(SCORES)}")
     for name, value in (("samples", samples), ("length", length)):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from linearize.modeling.probe import Probe
     from linearize.recipe import Recipe
 
-VERSION = 2
+VERSION, READS = 2, (1, 2)  # the schema that is written, and those that are read: 1 had no heads
 IN_MODEL = "linearize-selection.json"  # beside the weights of a model whose layers `convert` chose itself
 MAX_FILE_BYTES = 10_000_000
 STAND_IN = (
@@ -36,20 +36,21 @@ def architecture(probed: Probe) -> dict[str, Any]:
     return {"model_type": probed.base_model_type, "attention_layers": numbers, "shapes": f"sha256:{digest}"}
 
 
-def settled(recipe: Recipe, probed: Probe) -> tuple[Recipe, str, list[str]]:
-    """`recipe` with plain layers and heads in the place of `keep_softmax: "@selection.json"`, where it is from, and
-    what to know of it.
+def settled(recipe: Recipe, probed: Probe) -> tuple[Recipe, dict[int, str], list[str]]:
+    """`recipe` with plain layers and heads in the place of `keep_softmax: "@selection.json"`, why each of these layers
+    is kept (see `because`), and what to know of it.
 
-    Other recipes come back as they are, with "" and nothing.
+    Other recipes come back as they are, with nothing.
 
     Raises:
-        UsageError: the file isn't there, is no selection, or belongs to another model.
+        UsageError: the file isn't there, is no selection, or belongs to another model or other mixers.
     """
     name = selection_of(recipe)
     if name is None:
-        return recipe, "", []
+        return recipe, {}, []
     selection = read_selection(name)
     check_model(selection, architecture(probed), name)
+    _check_heads(selection, recipe, probed, name)
     measured, asked = (_mixers(each) for each in (selection["recipe"], recipe.conversion()))
     notes = [f"{name} was measured with other mixers, and what a layer loses depends on its mixer"]
     return with_chosen(recipe, selection), because(selection, Path(name).name), notes if measured != asked else []
@@ -77,7 +78,7 @@ def with_chosen(recipe: Recipe, selection: Mapping[str, Any]) -> Recipe:
     from linearize.recipe_mixers import Block, in_order
 
     whole = set(selection["chosen"]["layers"])
-    some = {int(layer): keep for layer, keep in selection["chosen"].get("heads", {}).items()}
+    some = heads_in(selection)
     left = {key: [n for n in layer_numbers(key) or () if n not in whole | set(some)] for key in recipe.layers}
     blocks = {ranges(numbers): recipe.layers[key] for key, numbers in left.items() if numbers}
     partly: list[tuple[Block, list[int]]] = []
@@ -94,9 +95,38 @@ def with_chosen(recipe: Recipe, selection: Mapping[str, Any]) -> Recipe:
     return recipe.model_copy(update={"keep_softmax": kept, "layers": in_order(blocks)})
 
 
-def because(selection: Mapping[str, Any], name: str) -> str:
-    """Why a layer is kept."""
-    return f"chosen by linearize select for score {selection['score']}, budget {selection['budget']} ({name})"
+def because(selection: Mapping[str, Any], name: str) -> dict[int, str]:
+    """Layer -> why it is kept, or which of its heads are."""
+    why = f"chosen by linearize select for score {selection['score']}, budget {selection['budget']} ({name})"
+    return dict.fromkeys(selection["chosen"]["layers"], why) | {
+        layer: f"key/value head{'s' * (len(keep) > 1)} {', '.join(map(str, keep))} {why}"
+        for layer, keep in heads_in(selection).items()
+    }
+
+
+def heads_in(selection: Mapping[str, Any]) -> dict[int, list[int]]:
+    """Layer -> the heads that a selection has chosen of it, where it isn't kept whole."""
+    return {int(layer): keep for layer, keep in selection["chosen"].get("heads", {}).items()}
+
+
+def _check_heads(selection: Mapping[str, Any], recipe: Recipe, probed: Probe, name: str) -> None:
+    """Refuse heads that a layer doesn't have, or that can't be kept beside the mixer that `recipe` gives it."""
+    from linearize.layer_plan import why_stays
+    from linearize.mixers import grows
+
+    layers = {layer.layer: layer for layer in probed.layers}
+    for number, keep in heads_in(selection).items():
+        count = layers[number].shape.num_key_value_heads
+        if len(set(keep)) < len(keep) or len(keep) >= count or max(keep) >= count:
+            raise UsageError(
+                f"{name} chooses heads {keep} of layer {number}, which has {count} key/value heads",
+                "List some of them, each once, or the layer in chosen.layers",
+            )
+        why = why_stays(layers[number], recipe)
+        mixer = recipe.mixer_spec(number)
+        if why or grows(mixer):
+            why = f"which stays as it is: {why}" if why else f"whose mixer '{mixer['name']}' keeps heads already"
+            raise UsageError(f"{name} chooses heads of layer {number}, {why}", "Give the recipe that was measured")
 
 
 def is_auto(recipe: Recipe) -> bool:
@@ -123,9 +153,10 @@ def read_selection(name: str | Path) -> dict[str, Any]:
         raise UsageError(f"the selection {path} can't be read: {error.strerror}", mend) from None
     except (ValueError, RecursionError):
         raise UsageError(f"{path} isn't JSON, so it is no selection", mend) from None
-    if isinstance(found, dict) and "chosen" in found and found.get("version") != VERSION:
+    if isinstance(found, dict) and "chosen" in found and found.get("version") not in READS:
         version = found.get("version")
-        raise UsageError(f"{path} is a selection of version {version!r}, and this linearize reads {VERSION}", mend)
+        reads = " and ".join(map(str, READS))
+        raise UsageError(f"{path} is a selection of version {version!r}, and this linearize reads {reads}", mend)
     if not _is_selection(found):
         raise UsageError(f"{path} isn't a selection that `linearize select` wrote", mend)
     return found
@@ -136,13 +167,16 @@ def _is_selection(found: Any) -> bool:
         model, chosen = found["architecture"], found["chosen"]
         texts = [found["score"], found["budget"], model["model_type"], model["shapes"]]
         lists = [chosen["layers"], model["attention_layers"], *chosen.get("heads", {}).values()]
-        layers, recipe = [int(layer) for layer in chosen.get("heads", {})], found["recipe"]
+        layers, recipe = heads_in(found), found["recipe"]
+        names = [str(layer) for layer in layers]
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
     kinds = [(texts, str), (lists, list), ([recipe], dict)]
     if not all(isinstance(value, kind) for values, kind in kinds for value in values) or not all(lists[1:]):
         return False
-    return bool(lists[0] or layers) and all(type(n) is int and n >= 0 for one in (*lists, layers) for n in one)
+    if not (lists[0] or layers) or set(layers) & set(lists[0]) or names != list(chosen.get("heads", {})):
+        return False
+    return all(type(number) is int and number >= 0 for one in (*lists, layers) for number in one)
 
 
 def check_model(selection: Mapping[str, Any], model: Mapping[str, Any], name: str) -> None:
@@ -152,7 +186,7 @@ def check_model(selection: Mapping[str, Any], model: Mapping[str, Any], name: st
         UsageError: naming what differs.
     """
     made_for, mend = selection["architecture"], "Run `linearize select` on this model"
-    chosen = {*selection["chosen"]["layers"], *map(int, selection["chosen"].get("heads", {}))}
+    chosen = {*selection["chosen"]["layers"], *heads_in(selection)}
     absent = sorted(chosen - set(model["attention_layers"]))
     why = ""
     if made_for["model_type"] != model["model_type"]:

@@ -30,7 +30,7 @@ class RetNetMixer(parts.Recurrence):
     """
 
     def __init__(self, shape: AttentionShape, **options: Any) -> None:
-        super().__init__(shape, parts.FixedDecay(shape.num_key_value_heads), **options)
+        super().__init__(shape, parts.FixedDecay(shape), **options)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, **call: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from linearize_kernels import window_attention, window_attention_step
 from torch import Tensor, nn
 
 from linearize.errors import UsageError
-from linearize.mixers import parts
 from linearize.mixers.linear import State, steps_in_place
 from linearize.mixers.over import build_inner, exact_state, inner_state, nothing, with_inner
 from linearize.mixers.registry import AttentionShape
@@ -48,15 +46,12 @@ class HeadsMixer(nn.Module):
         super().__init__()
         self.shape, self.keep, self.others = shape, list(keep), _others(shape, keep)
         self.group = shape.num_heads // shape.num_key_value_heads
-        rest = len(self.others)
-        part = replace(shape, num_heads=self.group * rest, num_key_value_heads=rest)
-        self.inner: Any = build_inner("heads", over, over_options or {}, part, generator)
-        self.starts = parts.starts(self.inner)
+        self.inner: Any = build_inner("heads", over, over_options or {}, shape.part(self.others), generator)
 
-    def start(self, distance: Tensor) -> None:
-        """Let the inner mixer start from the distances (H,) of its heads, if it does."""
-        if self.starts:
-            self.inner.start(distance.view(-1, self.group)[self.others].flatten())
+    def calibrated(self, *per_head: Tensor) -> tuple[nn.Module, list[Tensor]]:
+        """What calibration is left to: the inner mixer, and of each (B, T, H or Hk, .) the heads that it has."""
+        heads = self.shape.num_key_value_heads
+        return self.inner, [_pick(x, self.others, x.shape[2] // heads) for x in per_head]
 
     def forward(
         self,

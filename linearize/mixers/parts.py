@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from linearize.errors import UsageError
 from linearize.mixers.draws import normal
-from linearize.mixers.registry import AttentionShape
+from linearize.mixers.registry import AttentionShape, PartShape
 
 EPS = 1e-6  # of RMS norms, beside the mean square
 # Half-lives, in tokens. A head that looks at itself alone still keeps half of a token for the next one; one that looks
@@ -57,10 +57,10 @@ class Full(nn.Module):
 class FixedDecay(nn.Module):
     """-exp(rate_log), (Hk,), whatever the token."""
 
-    def __init__(self, kv_heads: int) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
-        self.rate_log = zeros(kv_heads)
-        self.start(start_half_lives(kv_heads))
+        self.rate_log = zeros(shape.num_key_value_heads)
+        self.start(start_half_lives(shape))
 
     def start(self, half_life: Tensor) -> None:
         """Let each head keep half of its state for `half_life` (Hk,) tokens."""
@@ -79,7 +79,7 @@ class SigmoidDecay(nn.Module):
         self.temper = temper
         self.project = LowRank(shape.hidden_size, dims, rank, generator)
         self.bias = zeros(*dims)
-        self.start(start_half_lives(shape.num_key_value_heads))
+        self.start(start_half_lives(shape))
 
     def start(self, half_life: Tensor) -> None:
         """As in `FixedDecay`, where f(x) is 0, for every key dim alike."""
@@ -114,7 +114,7 @@ class SoftplusDecay(nn.Module):
             self.project = Full(shape.hidden_size, heads)
         self.bias = zeros(*(dims if step_by_dim else heads))
         self.A_log = zeros(*(dims if rate_by_dim else heads))
-        self.start(start_half_lives(shape.num_key_value_heads))
+        self.start(start_half_lives(shape))
 
     def start(self, half_life: Tensor) -> None:
         """As in `SigmoidDecay`: by the step, with exp(A_log) = 1.
@@ -223,13 +223,16 @@ def rms_norm(x: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
 
 
-def start_half_lives(kv_heads: int) -> Tensor:
+def start_half_lives(shape: AttentionShape) -> Tensor:
     """(Hk,) half-lives in tokens until a calibration has measured better ones: from 22 to 2839.
 
     RetNet's decays (Sun et al. 2023, arXiv:2307.08621), 1 - 2^(-5-h) for heads h = 0 ... 7, h spread evenly over as
-    many heads as there are.
+    many heads as the layer has.
     """
-    h = torch.linspace(0, 7, kv_heads) if kv_heads > 1 else torch.full((1,), 3.5)
+    part = isinstance(shape, PartShape)
+    heads = shape.whole if part else shape.num_key_value_heads
+    h = torch.linspace(0, 7, heads) if heads > 1 else torch.full((1,), 3.5)
+    h = h[list(shape.heads)] if part else h
     return math.log(2) / -torch.log1p(-(2.0 ** (-5 - h)))
 
 

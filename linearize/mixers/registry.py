@@ -7,7 +7,7 @@ importing torch. An entry's `target` is a class, or the `"module:Class"` string 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,10 +35,27 @@ class AttentionShape:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def part(self, heads: Sequence[int]) -> PartShape:
+        """That of some key/value heads alone, with the query heads that read them."""
+        group, whole = self.num_heads // self.num_key_value_heads, self.num_key_value_heads
+        fewer = {"num_heads": group * len(heads), "num_key_value_heads": len(heads)}
+        return PartShape(**{**self.to_dict(), **fewer}, whole=whole, heads=tuple(heads))
+
     def agrees(self, shape: Any) -> bool:
         """Whether `shape`, as a checkpoint holds it, is this one. `max_length` doesn't count: it may be missing, or of
         a time when the config said another one."""
         return isinstance(shape, dict) and self.to_dict() == {**shape, "max_length": self.max_length}
+
+
+@dataclass(frozen=True)
+class PartShape(AttentionShape):
+    """Some key/value `heads` of a layer that has `whole` of them.
+
+    What starts otherwise in each head of a layer starts in its part as in these heads.
+    """
+
+    whole: int = 0
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

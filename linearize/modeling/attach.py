@@ -38,6 +38,7 @@ class Switch:
         configs: the config that each converted attention module had, by the module's name.
         layers: the number of its decoder layer, by the same name.
         kept: the layers that run softmax attention while the others run their mixers (see `keeping`).
+        busy: whether the model runs in a mode of `bypass`, `keeping` or `observing`.
         body: the name of the decoder, whose output the head takes ("" if that is the model itself).
         observer: called in each converted layer, whose softmax attention runs then (see `observe`).
     """
@@ -47,6 +48,7 @@ class Switch:
     layers: dict[str, int] = field(default_factory=dict)
     bypassed: bool = False
     kept: frozenset[int] = frozenset()
+    busy: bool = False
     body: str = ""
     observer: Callable[..., None] | None = None
 

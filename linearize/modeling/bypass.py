@@ -56,12 +56,12 @@ def keeping(model: Any, layers: Collection[int], heads: Mapping[int, Sequence[in
     Args:
         layers: numbers of converted layers; what else the model has runs as it does anyway.
         heads: for other converted layers, key/value heads that run softmax attention with the query heads that read
-            them, while the layer's mixer runs for its other heads. It is what mixer `heads` over that mixer gives, but
-            for random features, of which it draws others. No cache can be filled then.
+            them, while the layer's mixer runs for its other heads. It is what mixer `heads` over that mixer gives. No
+            cache can be filled then.
 
     Raises:
-        UsageError: a layer isn't a converted one, or its heads aren't some of those that it has; the model isn't
-            converted, or runs in another mode already.
+        UsageError: a layer isn't a converted one, or its heads aren't some, but not all, of those that it has; the
+            model isn't converted, or runs in another mode already.
     """
     heads = heads or {}
     owner = owner_of(model)
@@ -78,12 +78,11 @@ def keeping(model: Any, layers: Collection[int], heads: Mapping[int, Sequence[in
             yield model
         return
     shapes = {entry["layer"]: entry.get("shape") for entry in owner.config.linearize["layers"]}
-    with ExitStack() as stack:
+    with _softmax_in(model, names), ExitStack() as stack:
         for name, layer in switch.layers.items():
-            if heads.get(layer):
+            if layer in heads:
                 mixer = owner.get_submodule(name).linearize
                 stack.enter_context(keeping_heads(mixer, AttentionShape(**shapes[layer]), heads[layer]))
-        stack.enter_context(_softmax_in(model, names))
         switch.kept = frozenset(layers)
         yield model
 
@@ -93,19 +92,20 @@ def _softmax_in(model: Any, names: Collection[str]) -> Iterator[None]:
     """The converted attention modules called `names` run what they ran before, and get its masks."""
     owner = owner_of(model)
     switch = owner._linearize_switch
-    if switch.bypassed or switch.kept or switch.observer is not None:
+    if switch.busy:
         raise UsageError("the model is bypassed or observed already")
     modules = {name: owner.get_submodule(name) for name in names}
     own = {name: module.config for name, module in modules.items()}
     implementation = owner.config._attn_implementation_internal
     try:
+        switch.busy = True
         if names and implementation == IMPLEMENTATION:  # no softmax layer was left, so that no mask would be made
             owner.config._attn_implementation_internal = switch.softmax
         for name, module in modules.items():
             module.config = switch.configs[name]
         yield
     finally:
-        switch.bypassed, switch.kept = False, frozenset()
+        switch.busy, switch.bypassed, switch.kept = False, False, frozenset()
         owner.config._attn_implementation_internal = implementation
         for name, module in modules.items():
             module.config = own[name]

@@ -67,7 +67,7 @@ def observing(model: Any, observer: Observer) -> Iterator[Any]:
     """
     owner = owner_of(model)
     switch = owner._linearize_switch
-    if switch.bypassed or switch.kept or switch.observer is not None:
+    if switch.busy:
         raise UsageError("the model is bypassed or observed already")
     implementation = owner.config._attn_implementation_internal
 
@@ -85,10 +85,10 @@ def observing(model: Any, observer: Observer) -> Iterator[Any]:
         return teacher
 
     try:
-        switch.observer = observe
+        switch.busy, switch.observer = True, observe
         if implementation == IMPLEMENTATION:  # no softmax layer was left, so that no mask would be made
             owner.config._attn_implementation_internal = switch.softmax
         yield model
     finally:
-        switch.observer = None
+        switch.busy, switch.observer = False, None
         owner.config._attn_implementation_internal = implementation

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +44,8 @@ def calibrate(
       that brings a head's output nearest to softmax attention's, <student, teacher> / <student, student>, and at least
       by a tenth of what makes the two equally large. The grid is then chosen by the error that is left.
 
-    A mixer may have any of them, or none.
+    A mixer may have any of them, or none. A method `calibrated` names another one to set in its place, and the heads
+    that this one has.
 
     Args:
         model: a converted model, changed in place.
@@ -52,17 +55,18 @@ def calibrate(
 
     Returns:
         For each converted layer: `error_before` and `error_after`, squared and relative to the teacher's square;
-        `distance`, how many tokens back its softmax attention looks on average, for each head; `share`, what part of it
-        `start` got, for each key/value head, where that was a choice; and `scale`, the factor for each head, of mixers
-        that have one.
+        `distance`, how many tokens back its softmax attention looks on average, for each head that is calibrated;
+        `share`, what part of it `start` got, for each key/value head, where that was a choice; and `scale`, the factor
+        for each head, of mixers that have one.
     """
     found: dict[int, _Layer] = {}
 
     def first(given: Observation) -> None:
+        given = _part(given)
         found.setdefault(given.layer, _Layer(given.module.linearize)).see(given)
 
     def second(given: Observation) -> None:
-        found[given.layer].see_started(given)
+        found[given.layer].see_started(_part(given))
 
     def go(observer: Callable[[Observation], None]) -> None:
         with torch.no_grad(), observing(model, observer):
@@ -74,6 +78,16 @@ def calibrate(
     if any(started):
         go(second)
     return [{"layer": number, **layer.choose()} for number, layer in sorted(found.items())]
+
+
+def _part(given: Observation) -> Observation:
+    """What the mixer sees that is calibrated: the layer's own, or the one that it has calibrated in its place."""
+    mixer = given.module.linearize
+    if not hasattr(mixer, "calibrated"):
+        return given
+    inner, (q, k, v, teacher) = mixer.calibrated(given.q, given.k, given.v, given.teacher)
+    module = SimpleNamespace(linearize=inner, layer_idx=given.layer)
+    return replace(given, module=module, q=q, k=k, v=v, teacher=teacher)
 
 
 def calibrate_stage(job: Any, number: int, stage: Any, find: Callable[[list[Batch]], list[dict[str, Any]]]) -> Any:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
 import linearize
 from linearize.select_show import _with_interval
@@ -89,28 +90,55 @@ def test_heads_and_their_use(run, base, tmp_path):
     for words in (" layer.head", "2 more heads have lower ranks", "evenly spread: heads"):
         assert words in shown
 
-    document["chosen"] |= {"layers": [2], "heads": {"0": [1], "1": [0], "3": [1]}}
+    document["chosen"] |= {"layers": [2], "heads": {"0": [1], "1": [0], "3": [0]}}
     (tmp_path / "s.json").write_text(json.dumps(document))
     mixed = {"feature_map": "elu1", "window": 4, "layers": {"0, 2": {"mixer": "gla"}}}
     convert = {"overrides": {"keep_softmax": f"@{tmp_path / 's.json'}"}}
     assert linearize.convert(base, tmp_path / "a", recipe=mixed, **convert).plan.recipe.keep_softmax == (2,)
     block = json.loads((tmp_path / "a" / "config.json").read_text())["linearize"]
-    assert list(block["recipe"]["layers"]) == ["0", "1", "3"]
+    assert list(block["recipe"]["layers"]) == ["0", "1, 3"]
+    why = "chosen by linearize select for score recall, budget 3 (s.json)"
+    assert [layer["because"].removeprefix("full attention, and ") for layer in block["layers"]] == [
+        *(f"key/value head {head} {why}" for head in (1, 0)),
+        why,
+        f"key/value head 0 {why}",
+    ]
     mixers = [layer.get("mixer", {}) for layer in block["layers"]]
     assert [mixer.get("over") for mixer in mixers] == ["gla", "window", None, "window"]
-    assert [mixer.get("keep") for mixer in mixers] == [[1], [0], None, [1]]
+    assert [mixer.get("keep") for mixer in mixers] == [[1], [0], None, [0]]
     assert mixers[3]["over_options"] | {"feature_map": "elu1", "window": 4} == mixers[3]["over_options"]
     again = linearize.convert(base, tmp_path / "b", recipe=block["recipe"]).plan
     assert [layer.get("mixer", {}) for layer in again.layers] == mixers
     assert again.recipe.conversion() == block["recipe"]
     assert run("verify", tmp_path / "a").code == 0
+    done = run("select", tmp_path / "a", "-o", tmp_path / "t.json", "--heads")
+    assert done.code == 2
+    assert "keeps layers as softmax already" in done.err
+    document["chosen"]["layers"] = []
+    (tmp_path / "s.json").write_text(json.dumps(document))
+    linearize.convert(base, tmp_path / "c", **convert)
+    done = run("select", tmp_path / "c", "-o", tmp_path / "t.json", "--heads")
+    assert done.code == 2
+    assert "'heads' of layer 0, whose state grows already. Give the base model" in done.err
+    done = run("convert", base, "-o", tmp_path / "d", "--mixer", "heads", "--keep-softmax", f"@{tmp_path / 's.json'}")
+    assert done.code == 2
+    assert "chooses heads of layer 0, whose mixer 'heads' keeps heads already. Give the recipe" in done.err
 
 
 def test_heads_that_can_not_be_chosen_are_refused(run, base, tmp_path):
     single = save(tmp_path / "single", num_key_value_heads=1)
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "sliding_window": 8}
+    MistralForCausalLM(MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(
+        sliding := tmp_path / "sliding"
+    )
     for model, options, said in (
-        (single, [], "every layer of this model has one key/value head"),
-        (base, ["--mixer", "heads"], "beside mixer 'heads', whose state grows already"),
+        (single, [], "every layer that can be converted has one key/value head"),
+        (base, ["--mixer", "heads"], "'heads' of layer 0, whose state grows already. Choose another mixer"),
+        (
+            sliding,
+            ["--set", "convert_sliding=true"],
+            "heads of layer 0 can't be chosen: it has sliding-window attention",
+        ),
         (base, ["--budget", "8"], "keeps 8 of the model's 8 key/value heads in convertible layers"),
     ):
         done = run("select", model, "-o", tmp_path / "s.json", "--heads", *options)
@@ -120,13 +148,25 @@ def test_heads_that_can_not_be_chosen_are_refused(run, base, tmp_path):
         linearize.select(base, 1, units="head")
 
 
+def test_what_kept_heads_lack_is_said(tmp_path):
+    """gpt-oss has a learned sink beside q, k and v, in every other layer whose attention is full."""
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 16}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    GptOssForCausalLM(GptOssConfig(**sizes, **heads, num_experts_per_tok=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    small = {"overrides": {"feature_map": "elu1"}, "samples": 1, "length": 256, "pairs": [4], "dtype": "float32"}
+    said = "heads kept in layers 1, 3 lack what their softmax does beside q, k and v: see inspect"
+    assert said in linearize.select(tmp_path, 1, units="heads", **small)["notes"]
+    assert said not in linearize.select(tmp_path, 1, **small)["notes"]
+
+
 def test_the_documented_keys_are_those_of_a_selection(base, selection):
     text = (ROOT / "docs" / "selection.md").read_text()
     table = text.split("\n| key |")[1].split("\n\n")[0].splitlines()[2:]
     listed = {name for row in table for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
-    small = {"samples": 2, "length": 256, "pairs": [4], "dtype": "float32"}
+    small = {"samples": 2, "length": 256, "pairs": [4], "dtype": "float32", "score": "greedy"}
     heads = linearize.select(base, 1, units="heads", overrides={"feature_map": "elu1", "window": 4}, **small)
-    found, measures = {"greedy"}, {"kl", "recall_nll", "recall_accuracy", "tasks"}
+    found, measures = {f"greedy.{key}" for key in heads["greedy"][0]}, {"kl", "recall_nll", "recall_accuracy", "tasks"}
     for document in (json.loads(selection.read_text()), heads):
         found |= set(document)
         for key in ("architecture", "data", "settings", "versions"):
@@ -300,13 +340,15 @@ def test_a_selection_that_does_not_fit_is_refused(run, base, selection, tmp_path
         lambda one: one["architecture"].update(model_type="gpt2")
     )
     assert "chooses layers 9" in refusal(lambda one: one["chosen"].update(layers=[1, 9]))
-    assert "version 1" in refusal(lambda one: one.update(version=1))
+    assert "version 3" in refusal(lambda one: one.update(version=3))
     assert "isn't a selection" in refusal(lambda one: one.update(chosen=[1]))
     assert "isn't a selection" in refusal(lambda one: one["chosen"].update(layers=["1"]))
-    for heads in ({"0": []}, {"0": 1}, {"first": [0]}, {"0": [-1]}, [0]):
+    for heads in ({"0": []}, {"0": 1}, {"first": [0]}, {"00": [0]}, {"0": [-1]}, {"1": [0]}, [0]):
         assert "isn't a selection" in refusal(lambda one, heads=heads: one["chosen"].update(heads=heads))
     assert "chooses layers 9" in refusal(lambda one: one["chosen"].update(heads={"9": [0]}))
-    assert "keep=[7] in a layer of 2 key/value heads" in refusal(lambda one: one["chosen"].update(heads={"0": [7]}))
+    for keep in ([7], [0, 1], [0, 0]):
+        said = refusal(lambda one, keep=keep: one["chosen"].update(heads={"0": keep}))
+        assert f"bad.json chooses heads {keep} of layer 0, which has 2 key/value heads" in said
     assert "isn't a selection" in refusal(lambda one: one.pop("architecture"))
     assert "isn't a selection" in refusal(lambda one: one.update(recipe=None))
     for text, message in (("{", "isn't JSON"), ("[]", "isn't a selection")):

@@ -10,9 +10,10 @@ import torch
 from linearize.errors import UsageError
 from linearize.inspection import inspect
 from linearize.mixers import MIXERS, build_mixer, state_bytes
+from linearize.mixers.heads import keeping_heads
 from linearize.recipe import load_recipe
 from tests.checkpoints import save
-from tests.mixers.specs import in_pieces, inputs_of, mixer_of, run, shape_of
+from tests.mixers.specs import SPECS, in_pieces, inputs_of, mixer_of, run, shape_of
 from tests.mixers.test_windowed import softmax_loop
 
 SAME = {"atol": 1e-10, "rtol": 1e-10}
@@ -62,14 +63,34 @@ def test_a_state_that_grows_stands_under_no_other_mixer():
         load_recipe({"mixer": "heads", "mixer_options": {"over": "heads"}})
 
 
-def test_calibration_gives_the_inner_mixer_the_distances_of_its_own_heads():
-    shape = shape_of(8, 4, 8, 8)
-    mixer = build_mixer({"name": "heads", "keep": [1], "over": "gla"}, shape, layer=0, seed=0)
-    alone = build_mixer({"name": "gla"}, shape, layer=0, seed=0)
-    distance = torch.tensor([3.0, 5.0, 1.0, 1.0, 20.0, 30.0, 400.0, 400.0])
-    mixer.start(distance)
-    alone.start(distance)
-    torch.testing.assert_close(mixer.inner.decay.bias, alone.decay.bias[[0, 2, 3]])
+@pytest.mark.parametrize("name", [name for name in SPECS if not name.startswith("heads")])
+def test_a_new_mixer_is_the_one_whose_heads_are_kept_for_a_while(name):
+    """Whatever it starts from: draws, and what is spread over a layer's heads. Also padded and packed."""
+    shape, spec = shape_of(8, 4, 8, 8), SPECS[name]
+    x, mask = inputs_of(shape, 80), torch.ones(2, 80, dtype=torch.bool)
+    mask[1, :3] = False
+    options = {key: value for key, value in spec.items() if key != "name"}
+    keep, over = [1, 0], {"over": spec["name"], "over_options": options}
+    mixer, whole = (
+        build_mixer(each, shape, layer=2, seed=1).double() for each in ({"name": "heads", "keep": keep, **over}, spec)
+    )
+    one_row = x.part(slice(1))
+    calls = ((x, {"mask": mask}), (one_row, {"cu_seqlens": torch.tensor([0, 5, 5, 80])}))
+    for inputs, options in calls:
+        expected = run(mixer, inputs, **options)[0]
+        with keeping_heads(whole, shape, keep):
+            torch.testing.assert_close(run(whole, inputs, **options)[0], expected, **SAME)
+        assert not torch.allclose(run(whole, inputs, **options)[0], expected)
+
+
+def test_heads_that_are_kept_for_a_while_take_no_state_and_leave_no_trace():
+    shape = shape_of()
+    mixer, x = mixer_of(SPECS["gla"], shape), inputs_of(shape, 5)
+    with pytest.raises(RuntimeError, match="use_cache=False"), keeping_heads(mixer, shape, [0]):
+        run(mixer, x, return_state=True)
+    assert not mixer._forward_hooks
+    with pytest.raises(UsageError, match=r"keep=\[0, 1\] in a layer of 2"), keeping_heads(mixer, shape, [0, 1]):
+        pass
 
 
 def test_its_state_can_be_sized_at_lengths_that_its_map_refuses():

@@ -133,7 +133,34 @@ def test_keeping_some_layers_is_the_conversion_that_keeps_them(base, implementat
     assert same(run(student), own)
 
 
-def test_a_layer_that_is_not_converted_cannot_be_kept():
+@pytest.mark.parametrize(
+    ("layers", "heads", "said"),
+    [
+        ({1}, None, "layer 1 isn't converted"),
+        ((), {0: [0], 1: [0]}, "layer 1 isn't converted"),
+        ({0}, {0: [0]}, "layer 0 is kept whole"),
+        ((), {0: []}, "keep="),
+        ((), {0: [0, 1]}, "keep="),
+    ],
+)
+def test_what_can_not_be_kept(layers, heads, said):
     student = linearize.linearize_(tiny_llama(), {**RECIPES["favor"], "keep_softmax": [1]})
-    with pytest.raises(linearize.errors.UsageError, match="layer 1 isn't converted"), keeping(student, {1}):
+    with pytest.raises(linearize.errors.UsageError, match=said), keeping(student, layers, heads):
         pass
+    with keeping(student, ()):  # nothing is left of the refused ones
+        pass
+
+
+def test_kept_heads_are_a_mode_of_their_own():
+    student, ids = linearize.linearize_(tiny_llama(), RECIPES["favor"]), tokens(1, 12)
+    own = logits(student, ids, use_cache=False)
+    with keeping(student, (), {0: [1]}):
+        mixed = logits(student, ids, use_cache=False)
+        for mode in (keeping(student, (), {0: [0]}), keeping(student, {1}), linearize.bypass(student)):
+            with pytest.raises(linearize.errors.UsageError, match="already"), mode:
+                pass
+        assert torch.equal(logits(student, ids, use_cache=False), mixed)
+        with pytest.raises(RuntimeError, match="use_cache=False"):
+            student(ids, use_cache=True)
+    assert not torch.equal(mixed, own)
+    assert torch.equal(logits(student, ids, use_cache=False), own)

@@ -137,8 +137,12 @@ def test_a_model_is_as_it_was_after_a_measurement(kind):
         bench.hybrid(bench.units[:1])
         assert torch.equal(model(ids).logits, before)
         assert [name for name, _ in model.named_modules()] == names
+        bench._tick = interrupted = lambda runs: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):  # what Ctrl-C does in the middle
-            Bench(model, lookup.samples(), tick=lambda runs: (_ for _ in ()).throw(KeyboardInterrupt))
+            bench.hybrid(bench.units[:1])
+        assert torch.equal(model(ids).logits, before)
+        with pytest.raises(KeyboardInterrupt):
+            Bench(model, lookup.samples(), tick=interrupted)
         assert torch.equal(model(ids).logits, before)
 
 

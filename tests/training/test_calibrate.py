@@ -200,6 +200,27 @@ def test_only_decays_take_a_second_pass(recipe, passes):
     assert len(seen) == passes * len(BATCHES)
 
 
+@pytest.mark.parametrize("over", ["gla", "windowed", "rfa"])
+def test_beside_kept_heads_the_others_are_calibrated_as_in_the_whole_layer(over):
+    """A start by distances, a grid, a scale: one of each at least. The second of two key/value heads is converted."""
+    whole, part = converted_to({"mixer": over}), converted_to({"mixer": "heads", "mixer_options": {"over": over}})
+
+    def pairs():
+        for layer, other in zip(part.model.layers, whole.model.layers, strict=True):
+            mine, theirs = layer.self_attn.linearize.inner.state_dict(), other.self_attn.linearize.state_dict()
+            assert mine.keys() == theirs.keys()
+            for name, value in mine.items():
+                yield value, theirs[name] if value.shape == theirs[name].shape else theirs[name][-len(value) :]
+
+    for mine, theirs in pairs():
+        mine.copy_(theirs)
+    reports = calibrate(whole, BATCHES), calibrate(part, BATCHES)
+    for theirs, mine in zip(*reports, strict=True):
+        assert mine["distance"] == theirs["distance"][2:]
+    for mine, theirs in pairs():
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 def least_squares(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """(H,) factors of the student (H, ...), none below a tenth of what makes it as large as the teacher."""
     best = [
