@@ -1,7 +1,8 @@
 """Whether chosen softmax layers keep more recall than evenly spread ones: SmolLM2-135M-Instruct, 25 % and 10 % of them.
 
     linearize select MODEL --budget 25% --recipe hedgehog-window -o selection.json
-    python benchmarks/selection.py runs --selection selection.json --data TRAIN --text HELD_OUT [--only NAME ...]
+    linearize select MODEL --heads --budget 9 --recipe hedgehog-window -o heads.json
+    python benchmarks/selection.py runs --selection selection.json --heads heads.json --data TRAIN --text HELD_OUT
     python benchmarks/selection.py table --selection selection.json
 
 Every hybrid is judged untrained, and after the same transfer of 0.3M tokens, three tenths of whose rows are recall
@@ -23,27 +24,34 @@ from linearize_evals.intervals import difference
 
 import linearize
 from demo import find_model
+from linearize.select_units import in_words
 
 HEDGEHOG = {"mixer": "window", "feature_map": "hedgehog", "window": 64, "sinks": 4}
 FEW = 3  # of 30 layers: 10 %
 TOKENS = 300_000
 TASKS = {"linearize_mqar_lines": {"pairs": [32]}, "linearize_niah_single": {"lengths": [1024]}}
 DOCUMENTS = {"linearize_mqar_lines": 12, "linearize_niah_single": 24}
-COMPARED = [("selected-25", "uniform-25"), ("selected-10", "uniform-25")]
+COMPARED = [
+    ("selected-25", "uniform-25"),
+    ("selected-10", "uniform-25"),
+    ("heads-10", "uniform-25"),
+    ("heads-10", "selected-10"),
+]
+Kept = list[int] | str  # layers, or the file that has the heads
 
 
-def hybrids(selection: Path, few: Path | None = None) -> dict[str, list[int]]:
-    """The layers that each hybrid keeps."""
+def hybrids(selection: Path, few: Path | None = None, heads: Path | None = None) -> dict[str, Kept]:
+    """What each hybrid keeps."""
     found = json.loads(selection.read_text())
     ranked = sorted(json.loads((few or selection).read_text())["layers"], key=lambda row: row["rank"])
     return {
         "selected-25": found["chosen"]["layers"],
         "uniform-25": found["uniform"]["layers"],
         "selected-10": sorted(row["layer"] for row in ranked[:FEW]),
-    }
+    } | ({"heads-10": f"@{heads}"} if heads else {})
 
 
-def carry_out(name: str, kept: list[int], out: Path, data: str, text: str) -> None:
+def carry_out(name: str, kept: Kept, out: Path, data: str, text: str) -> None:
     start, end = out / name, out / f"{name}-trained"
     if not start.exists():
         linearize.convert(find_model(), start, recipe=HEDGEHOG | {"keep_softmax": kept}, dtype="bfloat16")
@@ -51,8 +59,7 @@ def carry_out(name: str, kept: list[int], out: Path, data: str, text: str) -> No
     if not end.exists():
         transfer = {"stage": "transfer", "tokens": TOKENS, "length": 1024, "batch": 2, "lr": 1e-2}
         recipe = {
-            **HEDGEHOG,
-            "keep_softmax": kept,
+            **json.loads((start / "config.json").read_text())["linearize"]["recipe"],
             "data": {"source": data, "recall_share": 0.3, "separate": False, "held_out": 8},
             "train": [{"stage": "calibrate"}, transfer],
             "every": {"evaluate": 75, "save": 25},
@@ -79,8 +86,8 @@ def judge(model: Path, out: Path, text: str) -> None:
             )
 
 
-def table(out: Path, kept: dict[str, list[int]]) -> None:
-    print("| hybrid | layers | perplexity | mqar_lines 32 pairs | niah_single 1024 tokens |\n|---|---|---|---|---|")
+def table(out: Path, kept: dict[str, Kept]) -> None:
+    print("| hybrid | keeps | perplexity | mqar_lines 32 pairs | niah_single 1024 tokens |\n|---|---|---|---|---|")
     names = [name + end for end in ("", "-trained") for name in kept if (out / f"{name}{end}-eval").exists()]
     for name in names:
         results = {
@@ -91,7 +98,9 @@ def table(out: Path, kept: dict[str, list[int]]) -> None:
             found = results[task]["tasks"][task]["student"]
             cells.append(f"{found['accuracy']:.2f} ({found['low']:.2f} to {found['high']:.2f}), NLL {found['nll']:.2f}")
         perplexity = results["text"]["text"]["linearize_perplexity"]["student"]["perplexity"]
-        layers = ", ".join(map(str, kept[name.removesuffix("-trained")]))
+        spec = kept[name.removesuffix("-trained")]
+        chosen = json.loads(Path(spec[1:]).read_text())["chosen"] if isinstance(spec, str) else {"layers": spec}
+        layers = in_words(chosen)
         print(f"| {name} | {layers} | {perplexity:.2f} | {' | '.join(cells)} |")
     print("\n| first minus second | mqar_lines | niah_single |\n|---|---|---|")
     for end in ("", "-trained"):
@@ -126,12 +135,13 @@ def main() -> None:
     parser.add_argument("what", choices=("runs", "table"))
     parser.add_argument("--selection", type=Path, required=True, help="what `linearize select` wrote")
     parser.add_argument("--few", type=Path, help="another one, to choose the 10 %% by")
+    parser.add_argument("--heads", type=Path, help="one of --heads, of as many heads as the 10 %% of layers have")
     parser.add_argument("--data", help="text to train on")
     parser.add_argument("--text", help="held-out text")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("selection"), help="folder to write (default: selection)")
     arguments = parser.parse_args()
-    kept = hybrids(arguments.selection, arguments.few)
+    kept = hybrids(arguments.selection, arguments.few, arguments.heads)
     if arguments.what == "runs":
         if not arguments.data or not arguments.text:
             parser.error("--data and --text are needed")

@@ -228,7 +228,8 @@ def timing(lengths: list[int], rounds: int, out: Path | None) -> None:
             crossed = crossing(measured, rows["softmax"], values) if same else ""
             cells = "".join(f"{value:9.3g}" for value in values) + " " * 9 * (len(lengths) - len(values))
             print(f"{name:32}{cells}{fitted:>10}  {crossed}", flush=True)
-    print("\nstate bytes of a layer: " + ", ".join(f"{k} {state_bytes(s, SHAPE):,}" for k, s in specs().items()))
+    states = {name: state_bytes(spec, SHAPE, dtype=torch.float32) for name, spec in specs().items()}
+    print("\nstate bytes of a layer (float32): " + ", ".join(f"{name} {size:,}" for name, size in states.items()))
     print(f"cache bytes of softmax (float32): {2 * 3 * 64 * 4} N")
     with figure("cost", 3, width=3.9, height=4.2) as (_, axes):
         for one, title in zip(axes, ("forward ms", "decoding ms/token", "peak of a forward MB"), strict=True):

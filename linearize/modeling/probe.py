@@ -281,7 +281,7 @@ def _left_out(kwargs: dict[str, Any]) -> tuple[str, ...]:
     """What this layer's softmax does beyond q, k, v and scaling, and a mixer doesn't."""
     notes = []
     if kwargs.get("softcap") is not None:
-        notes.append(f"logit soft-capping ({kwargs['softcap']}) holds in the window only")
+        notes.append(f"logit soft-capping ({kwargs['softcap']}) holds only where softmax is exact")
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and name not in CONTEXT_ARGUMENTS:
             notes.append(f"{LEFT_OUT.get(name, f'the argument {name}')} is left out")
