@@ -2,8 +2,8 @@
 
     python benchmarks/untrained.py [--text FILE] [--json FILE]
 
-It explains two choices: the default recipe (the least damage of those that keep a constant state), and where the gate
-of `window` mixers starts. The last rows have the linear part zeroed, so that what the window alone gives is known.
+It explains two choices: a window with sinks in the default recipe, and where the gate of `window` mixers starts. The
+last rows have the linear part zeroed, so that what the window alone gives is known.
 """
 
 from __future__ import annotations

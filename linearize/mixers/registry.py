@@ -131,7 +131,7 @@ MIXERS: dict[str, Entry] = {
     "windowed": Entry(
         "linearize.mixers.windowed:WindowedMixer",
         "arXiv:2411.13676",
-        "exact softmax over the last `window` tokens (and optional sinks) beside any other mixer but `heads`, weighed by a gate",
+        "exact softmax over the last `window` tokens (and optional sinks) beside another mixer, weighed by a gate",
         {"over": "gated_deltanet", "over_options": {}, "window": 64, "sinks": 4},
     ),
     "heads": Entry(
