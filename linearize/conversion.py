@@ -200,16 +200,14 @@ def mixer_file(plan: Plan, progress: Progress | None = None) -> Iterator[bytes |
     """The bytes of the safetensors file of mixer tensors; one layer's mixer is in memory at a time."""
     import torch
 
-    from linearize.mixers import AttentionShape, build_mixer
+    from linearize.mixers import mixer_of
 
     yield build_header(plan.new_tensors)
     expected = iter(plan.new_tensors.items())
     meter = Meter("mixers", sum(f.bytes for f in plan.files if f.name == MIXER_SHARD), progress)
     for layer in plan.converted:
         with torch.device("cpu"), torch.no_grad():
-            mixer = build_mixer(
-                layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=plan.recipe.seed
-            )
+            mixer = mixer_of(layer, plan.recipe.seed)
         for name, tensor in mixer.state_dict().items():
             planned = next(expected)
             actual = (mixer_tensor(layer, name), (dtype_name(tensor.dtype), tuple(tensor.shape)))

@@ -37,6 +37,10 @@ class UsageError(LinearizeError):
     exit_code = 2
 
 
+class TooLong(UsageError, ValueError):
+    """More tokens than a mixer can take."""
+
+
 class ModelError(LinearizeError):
     """The input model (or a converted folder) can't be used as it is."""
 

@@ -25,7 +25,7 @@ def plan_layers(probed: Probe, recipe: Recipe, chosen: Mapping[int, str] | None 
         UsageError: keep_softmax or layers names a layer that isn't there, layers one that stays as it is, or no layer
             is left to convert.
     """
-    from linearize.mixers import layer_type
+    from linearize.mixers import grows, layer_type
 
     chosen = chosen or {}
     stays = {layer.module: why_stays(layer, recipe) for layer in probed.layers}
@@ -48,6 +48,12 @@ def plan_layers(probed: Probe, recipe: Recipe, chosen: Mapping[int, str] | None 
             entry["because"] = keeps[layer.layer]
         else:
             spec, named = recipe.mixer_spec(layer.layer), recipe.named(layer.layer)
+            if layer.kind == "sliding_attention" and grows(spec):
+                raise UsageError(
+                    f"layer {layer.layer} has sliding-window attention, and heads that mixer '{spec['name']}' keeps "
+                    "would attend to all tokens",
+                    "Leave out convert_sliding, or give it another mixer",
+                )
             entry |= {"type": layer_type(spec), "mixer": spec, "shape": layer.shape.to_dict()}
             why = chosen.get(layer.layer) or (f"named by layers: {named}" if named else "keep_softmax doesn't keep it")
             entry["because"] = f"{layer.kind.replace('_', ' ')}, and {why}"

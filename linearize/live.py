@@ -31,14 +31,14 @@ def linearize_(
         ModelError: if the model can't be converted, or is already.
     """
     from linearize.layer_plan import plan_layers
-    from linearize.modeling.attach import attach
+    from linearize.modeling.attach import SWITCH, attach
     from linearize.modeling.classes import BLOCK, block_for, classes_for, is_linearized
     from linearize.modeling.probe import probe
     from linearize.recipe import load_recipe
     from linearize.selection_file import is_auto, settled
 
     config: Any = model.config
-    if is_linearized(config.model_type):
+    if is_linearized(config.model_type) or SWITCH in vars(model):
         raise ModelError(f"this {type(model).__name__} is converted already", "Convert the base model instead")
     settings = load_recipe(recipe, overrides)
     probed = probe(config)
@@ -58,6 +58,7 @@ def linearize_(
     attach(model, block)
     model.__class__ = model_class
     config.__class__ = config_class
+    vars(config).pop("model_type", None)  # what `from_pretrained` left there would hide the class's own
     setattr(config, BLOCK, block)
     config.architectures = [model_class.__name__]
     _remember_context(model)

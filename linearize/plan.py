@@ -184,7 +184,7 @@ def plan_tensors(layers: Sequence[Mapping[str, Any]], seed: int) -> dict[str, tu
     """name -> (dtype, shape) of every mixer tensor, layer by layer; mixers are built on the meta device."""
     import torch
 
-    from linearize.mixers import AttentionShape, build_mixer
+    from linearize.mixers import mixer_of
 
     known: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -194,7 +194,7 @@ def plan_tensors(layers: Sequence[Mapping[str, Any]], seed: int) -> dict[str, tu
         key = repr((layer["mixer"], layer["shape"]))
         if key not in known:
             with torch.device("meta"):
-                mixer = build_mixer(layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=seed)
+                mixer = mixer_of(layer, seed)
             known[key] = {
                 name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in mixer.state_dict().items()
             }

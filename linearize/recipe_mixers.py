@@ -11,13 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from linearize.errors import LinearizeError, UsageError
 from linearize.keep_softmax import ranges
-from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup
+from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup, wrong_value
 from linearize.recipe_errors import Problem, wrong
 from linearize.recipe_files import DEFAULT_MIXER, MIXER_KEYS, layer_numbers
 
 AtLeast1 = Annotated[int, Field(ge=1)]
 AtLeast0 = Annotated[int, Field(ge=0)]
-_LEAST = {"window": 1, "sinks": 0}
 
 
 class Block(BaseModel):
@@ -147,9 +146,6 @@ def _inner(options: dict[str, Any], outer: list[str], prefix: str, problems: lis
         return options
     at = f"{prefix}over_options."
     inner = _options("mixer", str(name), entry, given, at, problems)
-    for key, least in _LEAST.items():
-        if key in inner and type(inner[key]) is int and inner[key] < least:
-            problems.append(wrong(at + key, f"must be at least {least}, not {inner[key]}"))
     inner |= _of_map(inner, at, problems)
     return options | {"over_options": _inner(inner, [*outer, str(name)], at, problems)}
 
@@ -171,24 +167,17 @@ def _options(
 ) -> dict[str, Any]:
     merged: dict[str, Any] = dict(entry.options)
     for key, value in given.items():
+        if key in entry.options:
+            found = wrong_value(key, value, entry.options[key])
+            if found:
+                problems.append(wrong(f"{prefix}{key}", found))
+            merged[key] = value
+            continue
         try:
             check_options(kind, name, entry, {key: value})
         except LinearizeError as error:
             problems.append(wrong(f"{prefix}{key}", error.what))
-            continue
-        default = entry.options[key]
-        if not _same_kind(value, default):
-            problems.append(wrong(f"{prefix}{key}", f"must be like its default {default!r}, not {value!r}"))
-        merged[key] = value
     return merged
-
-
-def _same_kind(value: Any, default: Any) -> bool:
-    if default is None:
-        return True
-    if isinstance(default, float) and not isinstance(value, bool):
-        return isinstance(value, (int, float))
-    return type(value) is type(default)
 
 
 def _does_not_apply(key: str, mixer: str) -> str:

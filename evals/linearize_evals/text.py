@@ -41,7 +41,10 @@ def read_text(source: str | None) -> str:
         return _decode(files("linearize_evals").joinpath(BUNDLED).read_bytes(), BUNDLED)
     path = Path(source)
     if path.is_file():
-        return _decode(path.read_bytes(), source)
+        try:
+            return _decode(path.read_bytes(), source)
+        except OSError as error:
+            raise UsageError(f"'{source}' can't be read ({error.strerror})", "Check the file") from None
     if path.exists() or source.endswith(SUFFIXES) or source.startswith((".", "/", "~")):
         raise UsageError(f"there is no text file '{source}'", f"Give a {', '.join(SUFFIXES)} file")
     return _dataset(source)

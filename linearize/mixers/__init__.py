@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from linearize.errors import UsageError
 from linearize.mixers.registry import (
     FEATURE_MAPS,
     MIXERS,
     AttentionShape,
     Entry,
+    NotRegistered,
     check_options,
     lookup,
     register_feature_map,
@@ -27,6 +30,7 @@ __all__ = [
     "build_mixer",
     "grows",
     "layer_type",
+    "mixer_of",
     "register_feature_map",
     "register_mixer",
     "state_bytes",
@@ -48,6 +52,20 @@ def build_mixer(spec: dict[str, Any], shape: AttentionShape, *, layer: int, seed
     # 63 bits.
     generator = torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + layer) % 2**63)
     return entry.load()(shape, generator=generator, **options)
+
+
+def mixer_of(layer: Mapping[str, Any], seed: int) -> nn.Module:
+    """The mixer of a layer, as an entry of a `linearize` block's "layers" describes it.
+
+    Raises:
+        UsageError: as `build_mixer`, naming the layer.
+    """
+    try:
+        return build_mixer(layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=seed)
+    except NotRegistered:
+        raise
+    except UsageError as error:
+        raise UsageError(f"layer {layer['layer']}: {error.what}", error.fix) from None
 
 
 def grows(spec: dict[str, Any]) -> bool:

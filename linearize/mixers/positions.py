@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize.errors import TooLong
 from linearize.mixers.feature_maps import FeatureMap
 
 
@@ -30,7 +31,7 @@ def slots(
         and {} for maps that aren't positional.
 
     Raises:
-        ValueError: sequences get longer than the map can take. In calls that continue a state this is found out on the
+        TooLong: sequences get longer than the map can take. In calls that continue a state this is found out on the
             CPU alone: a GPU would have to be waited for at every token.
     """
     if not feature_map.positional:
@@ -60,7 +61,7 @@ def _check_length(
     elif state is not None and asks and state["seen"].device.type == "cpu":
         longest = length + max(state["seen"].tolist(), default=0)
     if longest > limit:
-        raise ValueError(
-            f"a sequence of {longest} tokens is too long for this feature map, which takes {limit}: convert again "
-            "with a larger feature_map_options.length"
+        raise TooLong(
+            f"a sequence of {longest} tokens is too long for this feature map, which takes {limit}",
+            "Give it shorter ones, or convert again with a larger feature_map_options.length",
         )

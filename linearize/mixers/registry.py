@@ -211,6 +211,7 @@ class NotRegistered(UsageError):
         return ModelError(f"config.json needs a part that isn't registered: {self.what}", IMPORT_IT)
 
 
+LEAST = {"window": 1, "sinks": 0}  # of options that several mixers have
 IMPORT_IT = "Import the module that registers it (command line: --import)"
 
 
@@ -228,15 +229,33 @@ def lookup(registry: Mapping[str, Entry], kind: str, name: str) -> Entry:
 
 
 def check_options(kind: str, name: str, entry: Entry, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` over the entry's defaults; raises `UsageError` for an option that the entry doesn't take."""
-    for key in options:
+    """`options` over the entry's defaults.
+
+    Raises:
+        UsageError: an option that the entry doesn't take, or a value that isn't of its default's kind.
+    """
+    for key, value in options.items():
         if key not in entry.options:
             known = ", ".join(sorted(entry.options)) or "none"
             hint = did_you_mean(key, entry.options)
             raise UsageError(
                 f"{kind} '{name}' has no option '{key}'; it takes: {known}" + (f"; {hint}" if hint else "")
             )
+        wrong = wrong_value(key, value, entry.options[key])
+        if wrong:
+            raise UsageError(f"{kind} '{name}', option {key}: {wrong}")
     return {**entry.options, **options}
+
+
+def wrong_value(key: str, value: Any, default: Any) -> str:
+    """What is wrong with the value of an option, or ""."""
+    number = isinstance(default, float) and not isinstance(value, bool) and isinstance(value, (int, float))
+    if default is not None and not number and type(value) is not type(default):
+        return f"must be like its default {default!r}, not {value!r}"
+    least = LEAST.get(key)
+    return (
+        f"must be at least {least}, not {value}" if type(value) is int and least is not None and value < least else ""
+    )
 
 
 def register_feature_map(name: str, target: type, *, paper: str, summary: str = "", options: Mapping[str, Any] = {}):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.errors import ModelError
-from linearize.mixers import build_mixer
-from linearize.mixers.registry import AttentionShape, NotRegistered
+from linearize.mixers import mixer_of
+from linearize.mixers.registry import NotRegistered
 from linearize.modeling import attention
 from linearize.modeling import context as forward_context
 from linearize.modeling.cache import adopt
@@ -60,26 +60,18 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
 
     Raises:
         ModelError: if the block names a module that the model lacks, or a mixer or feature map that isn't
-            registered.
+            registered. The model is then what it was.
+        UsageError: if a mixer can't be built; the same.
     """
-    attention.register()
     seed = block.get("recipe", {}).get("seed", 0)
     converted = [layer for layer in block["layers"] if layer.get("mixer")]
     modules = dict(model.named_modules())
+    mixers = [_mixer(model, modules.get(layer["module"]), layer, seed) for layer in converted]
+    attention.register()
     switch = Switch(model.config._attn_implementation_internal)
     vars(model)[SWITCH] = switch
-    for layer in converted:
-        module = modules.get(layer["module"])
-        if module is None:
-            raise ModelError(
-                f"config.json converts '{layer['module']}', which {type(model).__name__} doesn't have",
-                "Convert the base model again",
-            )
-        with _device_of(module):
-            try:
-                mixer = build_mixer(layer["mixer"], AttentionShape(**layer["shape"]), layer=layer["layer"], seed=seed)
-            except NotRegistered as error:
-                raise error.in_checkpoint() from None
+    for layer, mixer in zip(converted, mixers, strict=True):
+        module: Any = modules[layer["module"]]
         module.add_module("linearize", mixer)
         switch.configs[layer["module"]] = module.config
         switch.layers[layer["module"]] = layer["layer"]
@@ -95,6 +87,20 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
     if len(converted) == len(block["layers"]):
         # No softmax layer is left to need a T x T mask.
         model.config._attn_implementation_internal = attention.IMPLEMENTATION
+
+
+def _mixer(model: Any, module: nn.Module | None, layer: dict[str, Any], seed: int) -> nn.Module:
+    """The mixer of an attention module, on its device."""
+    if module is None:
+        raise ModelError(
+            f"config.json converts '{layer['module']}', which {type(model).__name__} doesn't have",
+            "Convert the base model again",
+        )
+    with _device_of(module):
+        try:
+            return mixer_of(layer, seed)
+        except NotRegistered as error:
+            raise error.in_checkpoint() from None
 
 
 def find_body(model: Any, names: list[str]) -> Any:

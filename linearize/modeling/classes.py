@@ -56,7 +56,12 @@ class LinearizedModelMixin(_NoCopiedCode):
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         from linearize.modeling.attach import attach
 
-        attach(self, checked_block(config.model_type, getattr(config, BLOCK, None)))  # pyright: ignore[reportArgumentType]
+        block = checked_block(config.model_type, getattr(config, BLOCK, None))
+        try:
+            attach(self, block)  # pyright: ignore[reportArgumentType]
+        except UsageError as error:  # of a value that no recipe could give
+            what = f"config.json describes a mixer that can't be built: {error.what}"
+            raise ModelError(what, "Convert the base model again") from None
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

@@ -55,6 +55,9 @@ def check(
 
     checks.check_packages(recipe)
     changes = any(_changes(stage) for stage in recipe.train)
+    if (work / DONE).exists():  # looked for first: --force alone wouldn't do
+        what = f"the training in {work} has come to its end, and written its model"
+        raise UsageError(what, f"Remove {work} and add --force to train once more, or choose another with -o")
     source = output.check(checkpoint, out, base_changed=changes, force=force)
     decisive = _decisive(checkpoint, recipe)
     begun = _check_work(work, checkpoint, out, decisive, resume=resume)
@@ -135,9 +138,6 @@ def _check_work(
         raise UsageError(f"there is no training in {work} to go on with", "Leave out --resume to begin one")
     if RUN not in found and any(not name.startswith(".") for name in found):
         raise UsageError(f"{work} holds files that aren't a training's", OTHER)
-    if DONE in found:
-        what = f"the training in {work} has come to its end, and written its model"
-        raise UsageError(what, f"Remove {work} to train once more, or choose another folder with -o")
     kept = state.checkpoints(work / CHECKPOINTS)
     if not resume:
         if kept or METRICS in found:

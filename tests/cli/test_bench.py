@@ -95,7 +95,23 @@ def test_wrong_options_are_named_before_a_model_is_read(run, arguments, message)
     assert message in done.err
 
 
+def test_a_folder_that_can_not_be_written_is_named_before_a_model_is_read(run, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = run("bench", "no/such/model", "-o", out)
+        assert done.code == 2
+        assert f"{tmp_path / 'file'} isn't a folder" in done.err
+
+
 def test_a_missing_model_is_named(run, tmp_path):
     done = run("bench", tmp_path / "nothing")
     assert done.code == 3
     assert "nothing" in done.err
+
+
+def test_more_tokens_than_a_map_takes_are_no_bug(run, model, tmp_path):
+    options = {"mixer": "linear", "feature_map": "cosformer", "feature_map_options": {"length": 20}}
+    linearize.convert(model, tmp_path / "c", overrides=options)
+    done = run("bench", tmp_path / "c", "--lengths", "32", "--rounds", "1", "--device", "cpu")
+    assert done.code == 2
+    assert "a sequence of 32 tokens is too long for this feature map, which takes 20. Give it shorter ones" in done.err

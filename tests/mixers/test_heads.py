@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
+from linearize import linearize_
 from linearize.errors import UsageError
 from linearize.inspection import inspect
 from linearize.mixers import MIXERS, build_mixer, state_bytes
@@ -112,3 +114,12 @@ def test_inspect_counts_the_kept_heads_at_every_length(tmp_path):
     assert [row["after_bytes"] for row in report["cache"]] == [
         3 * (inner + row["tokens"] * per_token) for row in report["cache"]
     ]
+
+
+def test_heads_of_sliding_layers_can_not_be_kept(tmp_path):
+    """They would see more than their window."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "sliding_window": 4}
+    config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    recipe = {"mixer": "heads", "convert_sliding": True}
+    with pytest.raises(UsageError, match="layer 0 has sliding-window attention"):
+        linearize_(MistralForCausalLM(config), recipe)

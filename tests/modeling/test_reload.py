@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import linearize
-from linearize.errors import ModelError
+from linearize.errors import ModelError, UsageError
 from tests.modeling.models import RECIPES, converted, tiny_llama, tokens
 
 DUMP = """
@@ -244,9 +244,45 @@ def test_a_config_from_elsewhere_is_refused_with_the_reason(change, message, tmp
         linearize.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        ({"rank": "x"}, "layer 0: mixer 'gla', option rank: must be like its default 16, not 'x'"),
+        ({"rank": 0}, "layer 0: a mixer can't have rank=0"),
+        ({"name": "windowed", "window": -4}, "option window: must be at least 1, not -4"),
+    ],
+)
+def test_mixers_that_no_recipe_could_ask_for_are_named(mixer, said, tmp_path):
+    linearize.linearize_(tiny_llama(), {"mixer": "gla"}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["linearize"]["layers"][0]["mixer"] = {"name": "gla"} | mixer
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=said):
+        linearize.load(tmp_path)
+
+
 def test_converting_twice_is_refused():
     with pytest.raises(ModelError, match="converted already"):
         linearize.linearize_(converted())
+
+
+def test_converting_twice_in_memory_is_refused_and_the_type_is_that_of_a_reload(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    model = linearize.linearize_(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), RECIPES["favor"])
+    with pytest.raises(ModelError, match="converted already"):
+        linearize.linearize_(model)
+    model.save_pretrained(tmp_path / "out")
+    assert model.config.model_type == linearize.load(tmp_path / "out").config.model_type == "linearized_llama"
+
+
+def test_a_conversion_that_fails_leaves_the_model_as_it_was():
+    model, ids = tiny_llama(), tokens(1, 12)
+    before = model(ids).logits
+    bad = {"layers": {"1": {"mixer": "gla", "mixer_options": {"rank": 0}}}}
+    with pytest.raises(UsageError, match="layer 1: a mixer can't have rank=0"):
+        linearize.linearize_(model, bad)
+    assert torch.equal(model(ids).logits, before)
+    linearize.linearize_(model, RECIPES["favor"])
 
 
 def test_class_names_are_unique():
