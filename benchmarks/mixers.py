@@ -1,4 +1,4 @@
-"""Every mixer on SmolLM2-135M-Instruct: what all 30 layers of it cost, untrained and after the same short transfer.
+"""Every mixer but `heads` on SmolLM2-135M-Instruct: what all 30 layers of it cost, untrained and after the same short transfer.
 
     python benchmarks/mixers.py --data TRAIN --text HELD_OUT [--only NAME ...] [--tokens 30000]
 
