@@ -1,4 +1,4 @@
-"""Every mixer but `heads` on SmolLM2-135M-Instruct: what all 30 layers of it cost, untrained and after the same short transfer.
+"""Every mixer but `heads` in all layers of SmolLM2-135M-Instruct: what it costs, untrained and after a short transfer.
 
     python benchmarks/mixers.py --data TRAIN --text HELD_OUT [--only NAME ...] [--tokens 30000]
 
