@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.errors import UsageError
+from linearize.errors import UsageError, in_config
 from linearize.family import base_type, load_config
 from linearize.mixers.registry import NotRegistered
 from linearize.plan import layer_bytes, make_plan, plan_tensors
@@ -78,6 +78,8 @@ def _converted(source: Source, cache_dtype: str | None) -> dict[str, Any]:
         report |= _becomes(source, probed, block["layers"], plan_tensors(block["layers"], 0), cache_dtype)
     except NotRegistered as error:
         raise error.in_checkpoint() from None
+    except UsageError as error:
+        raise in_config(error) from None
     files = sum(header.file_bytes for header in source.shards.values()) + sum(source.side_files.values())
     return report | {"disk": {"bytes": files}, "notes": list(source.notes)}
 

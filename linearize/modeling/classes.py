@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import linearize
-from linearize.errors import ModelError, UsageError
+from linearize.errors import ModelError, UsageError, in_config
 
 PREFIX = "linearized_"
 BLOCK = "linearize"  # the key in config.json, and the name of each mixer submodule
@@ -59,9 +59,8 @@ class LinearizedModelMixin(_NoCopiedCode):
         block = checked_block(config.model_type, getattr(config, BLOCK, None))
         try:
             attach(self, block)  # pyright: ignore[reportArgumentType]
-        except UsageError as error:  # of a value that no recipe could give
-            what = f"config.json describes a mixer that can't be built: {error.what}"
-            raise ModelError(what, "Convert the base model again") from None
+        except UsageError as error:
+            raise in_config(error) from None
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -140,7 +139,8 @@ def _some(keys: list[str]) -> str:
 
 def checked_block(model_type: Any, block: Any) -> dict[str, Any]:
     """A config's `linearize` block; raises `ModelError` if it is absent or of a version that isn't known here."""
-    if not isinstance(block, dict) or "layers" not in block:
+    layers = block.get("layers") if isinstance(block, dict) else None
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) and "layer" in layer for layer in layers):
         raise ModelError(f"config.json has model_type '{model_type}' but no '{BLOCK}' block with its layers")
     if block.get("version") != BLOCK_VERSION:
         raise ModelError(

@@ -228,6 +228,7 @@ def test_models_and_configs_pickle():
     ("change", "message"),
     [
         (lambda block: block.update(version=99), "block has version 99"),
+        (lambda block: block.update(layers="x"), "no 'linearize' block with its layers"),
         (lambda block: block["layers"][0]["mixer"].update(name="windw"), "unknown mixer 'windw'"),
         (
             lambda block: block["layers"][0].update(module="model.layers.9.self_attn"),
@@ -257,8 +258,9 @@ def test_mixers_that_no_recipe_could_ask_for_are_named(mixer, said, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["linearize"]["layers"][0]["mixer"] = {"name": "gla"} | mixer
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=said):
-        linearize.load(tmp_path)
+    for read in (linearize.load, linearize.inspect):
+        with pytest.raises(ModelError, match=said):
+            read(tmp_path)
 
 
 def test_converting_twice_is_refused():
