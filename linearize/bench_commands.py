@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,12 @@ def bench(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
         lengths = [int(text) for text in options.pop("lengths").split(",")]
     except ValueError as error:
         raise UsageError("--lengths takes whole numbers", "For example --lengths 1024,8192") from error
+    if out and find_spec("matplotlib") is None:
+        raise UsageError("the figure needs matplotlib", "pip install 'linearize[eval]', or leave -o out")
     if out:
-        _check_place(Path(out))
+        from linearize_evals.settings import check_folder
+
+        check_folder(Path(out))
     from linearize.bench import bench as measure
     from linearize.bench_show import print_bench, write
     from linearize.console import progress
@@ -47,12 +50,3 @@ def bench(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
     if out:
         document["wrote"] = write(document, Path(out))
     emit(document, as_json, print_bench)
-
-
-def _check_place(out: Path) -> None:
-    """Refuse, before minutes of measuring, a folder that can't be written."""
-    if find_spec("matplotlib") is None:
-        raise UsageError("the figure needs matplotlib", "pip install 'linearize[eval]', or leave -o out")
-    nearest = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UsageError(f"-o {out} can't be written: {nearest} isn't a folder that you may write to", "Choose another")

@@ -47,12 +47,6 @@ class ModelError(LinearizeError):
     exit_code = 3
 
 
-def in_config(error: UsageError) -> ModelError:
-    """What a recipe could be mended by, said of a checkpoint's config.json, which no recipe can have made so."""
-    what = f"config.json describes a mixer that can't be built: {error.what}"
-    return ModelError(what, "Convert the base model again")
-
-
 class ResourceError(LinearizeError):
     """Not enough disk or memory, or a file system that refuses."""
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.errors import UsageError, in_config
+from linearize.errors import UsageError
 from linearize.family import base_type, load_config
-from linearize.mixers.registry import NotRegistered
+from linearize.mixers.registry import of_checkpoint
 from linearize.plan import layer_bytes, make_plan, plan_tensors
 from linearize.source import Source, resolve
 
@@ -74,12 +74,8 @@ def _converted(source: Source, cache_dtype: str | None) -> dict[str, Any]:
     block = checked_block(source.config.get("model_type"), source.config.get("linearize"))
     probed = probe(load_config(source.config, source.name))
     report = _facts(source, probed) | {"recipe": block.get("recipe")}
-    try:
+    with of_checkpoint():
         report |= _becomes(source, probed, block["layers"], plan_tensors(block["layers"], 0), cache_dtype)
-    except NotRegistered as error:
-        raise error.in_checkpoint() from None
-    except UsageError as error:
-        raise in_config(error) from None
     files = sum(header.file_bytes for header in source.shards.values()) + sum(source.side_files.values())
     return report | {"disk": {"bytes": files}, "notes": list(source.notes)}
 

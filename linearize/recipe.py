@@ -7,12 +7,13 @@ are checked against the registries, so that a typo is found before a model is to
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from linearize.errors import UsageError
 from linearize.keep_softmax import AUTO, FORMS, FROM_FILE, PERCENT, is_budget
 from linearize.recipe_errors import Problem, RecipeError, problems_of
 from linearize.recipe_files import (
@@ -26,7 +27,7 @@ from linearize.recipe_files import (
     read_recipe,
     shipped_recipes,
 )
-from linearize.recipe_mixers import AtLeast0, AtLeast1, Block, fill, in_order, named_blocks, spec_of
+from linearize.recipe_mixers import Block, Sinks, Window, fill, in_order, named_blocks, spec_of
 from linearize.training.schema import SELF, Data, Distill, Evaluation, Every, Name, Precision, Stage, Trackers, as_tuple
 
 __all__ = ["Recipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]
@@ -74,8 +75,8 @@ class Recipe(BaseModel):
     mixer: str = Field(DEFAULT_MIXER, description="what stands in the place of softmax attention")
     feature_map: str | None = Field(None, description="the map phi that replaces exp(q·k) by phi(q)·phi(k)")
     feature_map_options: dict[str, Any] | None = Field(None, description="options of the feature map")
-    window: AtLeast1 | None = Field(None, description="newest tokens under exact softmax")
-    sinks: AtLeast0 | None = Field(None, description="first tokens that stay exact")
+    window: Window | None = Field(None, description="newest tokens under exact softmax")
+    sinks: Sinks | None = Field(None, description="first tokens that stay exact")
     mixer_options: dict[str, Any] = Field({}, description="further options, for a mixer of your own")
     layers: dict[str, Block] = Field({}, description="other mixers for some layers: lists of layers, and their mixer")
     keep_softmax: Annotated[str | tuple[int, ...], BeforeValidator(_keep_softmax)] = Field(
@@ -162,6 +163,18 @@ CONVERSION = {
     *("version", "mixer", *MIXER_KEYS, "mixer_options"),
     *(LAYERS, "keep_softmax", "convert_sliding", "seed"),
 }
+
+
+def check_training_keys(keys: Iterable[str]) -> None:
+    """Refuse keys to be changed that a training would ignore, since they say how a model is converted.
+
+    Raises:
+        UsageError: naming the first one.
+    """
+    for key in keys:
+        if key.partition(".")[0] in CONVERSION - {"seed"}:  # draws of a training come from the seed, too
+            what = f"{key} can't be changed for a training, which keeps the mixers that its checkpoint has"
+            raise UsageError(what, "Convert the base model again with it, or leave it out")
 
 
 def load_recipe(

@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from linearize.errors import LinearizeError, UsageError
 from linearize.keep_softmax import ranges
-from linearize.mixers.registry import FEATURE_MAPS, MIXERS, Entry, check_options, lookup, wrong_value
+from linearize.mixers.registry import FEATURE_MAPS, LEAST, MIXERS, Entry, check_options, lookup, wrong_value
 from linearize.recipe_errors import Problem, wrong
 from linearize.recipe_files import DEFAULT_MIXER, MIXER_KEYS, layer_numbers
 
-AtLeast1 = Annotated[int, Field(ge=1)]
-AtLeast0 = Annotated[int, Field(ge=0)]
+Window = Annotated[int, Field(ge=LEAST["window"])]
+Sinks = Annotated[int, Field(ge=LEAST["sinks"])]
 
 
 class Block(BaseModel):
@@ -28,8 +28,8 @@ class Block(BaseModel):
     mixer: str = DEFAULT_MIXER
     feature_map: str | None = None
     feature_map_options: dict[str, Any] | None = None
-    window: AtLeast1 | None = None
-    sinks: AtLeast0 | None = None
+    window: Window | None = None
+    sinks: Sinks | None = None
     mixer_options: dict[str, Any] = {}
 
 

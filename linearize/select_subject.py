@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,13 +60,11 @@ class Subject:
 
     def _check_heads(self, layer: dict[str, Any]) -> None:
         from linearize.mixers import grows
-        from linearize.mixers.registry import NotRegistered
+        from linearize.mixers.registry import of_checkpoint
 
         base = self.settings is not None
-        try:
+        with nullcontext() if base else of_checkpoint():
             growing = grows(layer["mixer"])
-        except NotRegistered as error:
-            raise error if base else error.in_checkpoint() from None
         if growing:
             raise UsageError(
                 f"heads can't be chosen beside mixer '{layer['mixer']['name']}' of layer {layer['layer']}, whose state "

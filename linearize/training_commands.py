@@ -41,8 +41,10 @@ def train(checkpoint: str, out: str | None, as_json: bool, **options: Any) -> No
     CHECKPOINT is a folder that `convert` wrote. OUT is one, too; what training itself keeps lies beside it, in
     OUT-training. Under `accelerate launch -m linearize train ...` several processes share the work.
     """
+    from linearize.recipe import check_training_keys
+
     import_plugins(options["plugins"])
-    _check_sets(options["sets"])
+    check_training_keys(text.partition("=")[0] for text in options["sets"])
     recipe = asked_recipe(options["recipe"], options["sets"], {"data.source": ("--data", options["data"])})
     _check_stages(recipe, options["recipe"])
     folder = out or f"{Path(os.path.abspath(checkpoint)).name}-trained"
@@ -89,17 +91,6 @@ def run(recipe: str, out: str, as_json: bool, **options: Any) -> None:
     if document:
         emit(document, as_json, lambda shown: print_run(shown, options["plugins"]))
     _leave()
-
-
-def _check_sets(sets: tuple[str, ...]) -> None:
-    """Refuse keys that say how a model is converted; `seed` says more than that."""
-    from linearize.recipe import CONVERSION
-
-    for text in sets:
-        key = text.partition("=")[0]
-        if key.partition(".")[0] in CONVERSION - {"seed"}:
-            what = f"--set {key} can't be given here: CHECKPOINT has its mixers, which a training keeps"
-            raise UsageError(what, "Convert the base model again with it, or leave it out")
 
 
 def _check_stages(recipe: Any, name: str) -> None:

@@ -95,17 +95,27 @@ def check_place(out: Path, models: Iterable[str], *, resume: bool) -> None:
         folder = Path(os.path.realpath(model))
         if folder.is_dir() and (place == folder or folder in place.parents):
             raise UsageError(f"{out} lies in the folder of a model, {model}", "Choose another folder with -o")
-    nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UsageError(
-            f"{out} can't be a folder: {nearest} isn't one that can be written to", "Choose another with -o"
-        )
+    check_folder(out)
     if not os.path.lexists(out) or not any(out.iterdir()):
         return
     if not (out / RUN).is_file():
         raise UsageError(f"{out} holds files that aren't an evaluation's", "Choose another folder with -o")
     if not resume:
         raise UsageError(f"{out} holds an evaluation already", "Add --resume to go on with it, or choose another -o")
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a place where no folder can be written, before what is to be written there takes minutes.
+
+    Raises:
+        UsageError: naming what is in the way.
+    """
+    place = Path(os.path.realpath(out))
+    nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UsageError(
+            f"{out} can't be a folder: {nearest} isn't one that can be written to", "Choose another with -o"
+        )
 
 
 def check_begun(out: Path, decisive: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ importing torch. An entry's `target` is a class, or the `"module:Class"` string 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -206,13 +207,25 @@ MIXERS: dict[str, Entry] = {
 class NotRegistered(UsageError):
     """No mixer or feature map of this name is registered in this process."""
 
-    def in_checkpoint(self) -> ModelError:
-        """The same, said of a checkpoint: its names were right once, so that a module must be missing."""
-        return ModelError(f"config.json needs a part that isn't registered: {self.what}", IMPORT_IT)
-
 
 LEAST = {"window": 1, "sinks": 0}  # of options that several mixers have
 IMPORT_IT = "Import the module that registers it (command line: --import)"
+
+
+@contextmanager
+def of_checkpoint() -> Iterator[None]:
+    """Within the block, what is wrong with a mixer is said of the config.json that describes it, and not of a recipe.
+
+    Raises:
+        ModelError: in the place of a `UsageError`.
+    """
+    try:
+        yield
+    except NotRegistered as error:  # its names were right once, so that a module must be missing
+        raise ModelError(f"config.json needs a part that isn't registered: {error.what}", IMPORT_IT) from None
+    except UsageError as error:
+        what = f"config.json describes a mixer that can't be built: {error.what}"
+        raise ModelError(what, "Convert the base model again") from None
 
 
 def lookup(registry: Mapping[str, Entry], kind: str, name: str) -> Entry:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from linearize.errors import ModelError
 from linearize.mixers import mixer_of
-from linearize.mixers.registry import NotRegistered
 from linearize.modeling import attention
 from linearize.modeling import context as forward_context
 from linearize.modeling.cache import adopt
@@ -59,9 +58,8 @@ def attach(model: PreTrainedModel, block: dict[str, Any]) -> None:
     New mixers take their attention module's device, and are deterministic in the recipe's seed.
 
     Raises:
-        ModelError: if the block names a module that the model lacks, or a mixer or feature map that isn't
-            registered. The model is then what it was.
-        UsageError: if a mixer can't be built; the same.
+        ModelError: if the block names a module that the model lacks. The model is then what it was.
+        UsageError: if a mixer or feature map isn't registered, or can't be built; the same.
     """
     seed = block.get("recipe", {}).get("seed", 0)
     converted = [layer for layer in block["layers"] if layer.get("mixer")]
@@ -97,10 +95,7 @@ def _mixer(model: Any, module: nn.Module | None, layer: dict[str, Any], seed: in
             "Convert the base model again",
         )
     with _device_of(module):
-        try:
-            return mixer_of(layer, seed)
-        except NotRegistered as error:
-            raise error.in_checkpoint() from None
+        return mixer_of(layer, seed)
 
 
 def find_body(model: Any, names: list[str]) -> Any:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import linearize
-from linearize.errors import ModelError, UsageError, in_config
+from linearize.errors import ModelError, UsageError
+from linearize.mixers.registry import of_checkpoint
 
 PREFIX = "linearized_"
 BLOCK = "linearize"  # the key in config.json, and the name of each mixer submodule
@@ -56,11 +57,8 @@ class LinearizedModelMixin(_NoCopiedCode):
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         from linearize.modeling.attach import attach
 
-        block = checked_block(config.model_type, getattr(config, BLOCK, None))
-        try:
-            attach(self, block)  # pyright: ignore[reportArgumentType]
-        except UsageError as error:
-            raise in_config(error) from None
+        with of_checkpoint():
+            attach(self, checked_block(config.model_type, getattr(config, BLOCK, None)))  # pyright: ignore
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from linearize.errors import ResourceError, UsageError
 from linearize.family import load_config
+from linearize.mixers.registry import of_checkpoint
 from linearize.plan import human
 from linearize.source import Source, resolve
 from linearize.target import survey
@@ -57,7 +58,8 @@ def skeleton(source: Source) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     setattr(model.config, BLOCK, source.config[BLOCK])
-    attach(model, source.config[BLOCK])
+    with of_checkpoint():
+        attach(model, source.config[BLOCK])
     return model
 
 

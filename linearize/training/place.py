@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from linearize_evals.settings import write_json
+from linearize_evals.settings import check_folder, write_json
 
 from linearize.errors import UsageError
 from linearize.ledger import differences, of_checkpoint, versions
@@ -130,9 +130,7 @@ def _check_work(
         raise UsageError(f"{work} lies in the folder of a model, {checkpoint}", OTHER)
     if place == target or target in place.parents or place in target.parents:
         raise UsageError(f"{work} and {out} can't lie in one another", OTHER)
-    nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UsageError(f"{work} can't be a folder: {nearest} isn't one that can be written to", OTHER)
+    check_folder(work)
     found = {path.name for path in work.iterdir()} if work.is_dir() else set()
     if resume and RUN not in found:
         raise UsageError(f"there is no training in {work} to go on with", "Leave out --resume to begin one")

@@ -64,8 +64,9 @@ def train(
     from linearize_evals import processes
     from linearize_evals.loading import choose_device
 
-    from linearize.recipe import load_recipe
+    from linearize.recipe import check_training_keys, load_recipe
 
+    check_training_keys(overrides or {})
     settings = parallel.launched(load_recipe(recipe, overrides or {}))
     folder = Path(work) if work is not None else Path(f"{out}-training")
     processes.start(device)

@@ -100,7 +100,7 @@ def test_a_folder_that_can_not_be_written_is_named_before_a_model_is_read(run, t
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         done = run("bench", "no/such/model", "-o", out)
         assert done.code == 2
-        assert f"{tmp_path / 'file'} isn't a folder" in done.err
+        assert f"{tmp_path / 'file'} isn't one that can be written to" in done.err
 
 
 def test_a_missing_model_is_named(run, tmp_path):

@@ -144,7 +144,7 @@ def test_a_bootstrap_is_reproducible_and_quick():
     sums_DK = np.random.default_rng(0).random((500, 3))
     started = time.perf_counter()
     found = [bootstrap(sums_DK, lambda s: s[..., 0] / s[..., 1]) for _ in range(40)]
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 2
     assert all(other == found[0] for other in found)
 
 

@@ -126,15 +126,17 @@ def test_a_haystack_of_ones_own(tmp_path):
 @pytest.mark.parametrize("length", [1, 7, 40, 128])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tiny_lengths_are_built_or_refused_with_the_smallest_possible(name, length):
-    refusal = ""
+    tokenizer, refusal = bpe(), ""
+    begun = time.perf_counter()
     try:
-        assert build(name, bpe(), lengths=[length], samples=1)
+        assert build(name, tokenizer, lengths=[length], samples=1)
     except UsageError as error:
         refusal = str(error)
+    assert time.perf_counter() - begun < 5
     if refusal:
         (least,) = map(int, re.findall(r"at least (\d+)|$", refusal)[:1])
         assert length < least
-        assert build(name, bpe(), lengths=[least], samples=1, pairs=[4 if "tokens" in name else 1])
+        assert build(name, tokenizer, lengths=[least], samples=1, pairs=[4 if "tokens" in name else 1])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_long_documents_are_built_quickly():
     begun = time.perf_counter()
     documents = build("linearize_niah_single", bpe(), lengths=[32768], samples=1, depths=[0.0, 1.0])
     assert all(len(document.ids) > 32768 - 40 for document in documents)
-    assert time.perf_counter() - begun < 20  # it takes a tenth of that on an idle machine
+    assert time.perf_counter() - begun < 5  # it takes a tenth of that on an idle machine
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from pathlib import Path
 
 import pytest
 from linearize_evals import text as texts
@@ -111,3 +112,14 @@ def test_files_that_are_no_text(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
         read_text(str(tmp_path / name))
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("x")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read anything
+    with pytest.raises(UsageError, match=r"mine\.txt' can't be read \(Permission denied\)"):
+        read_text(str(tmp_path / "mine.txt"))

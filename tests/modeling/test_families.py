@@ -31,7 +31,7 @@ WINDOW = {"mixer": "window", "feature_map": "hedgehog", "window": 4}
 # reaches 1.5e-5.
 TOLERANCE = 3e-5
 NEW_TOKENS = 14  # more than three windows
-LENGTHS = (3, 20)  # shorter and longer than the window
+LENGTHS = (3, 11, 20)  # shorter and longer than the window
 # Keys of config.json that a conversion, a load or a save writes.
 OURS = {"model_type", "architectures", "auto_map", "linearize", "transformers_version", "_name_or_path"}
 

@@ -162,7 +162,7 @@ def test_of_two_writers_the_second_fails_at_once_and_the_first_is_not_harmed(tmp
         start = time.monotonic()
         with pytest.raises(ResourceError, match=f"is being written by process {child.pid}"):
             convert(model, tmp_path / "out", force=True)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 5
         assert child.wait(timeout=120) == 0
     assert verify(tmp_path / "out") == []
     assert '"window": 8' in (tmp_path / "out" / "config.json").read_text()

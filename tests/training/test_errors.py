@@ -69,7 +69,7 @@ def without(monkeypatch, *packages: str) -> None:
 
 def test_recipes(made, refused):
     for key in ("window=8", "mixer=gla", "layers.0.mixer=gla", "keep_softmax=none"):
-        refused(made, 2, f"--set {key.partition('=')[0]} can't be given here", TRANSFER, options=("--set", key))
+        refused(made, 2, f"{key.partition('=')[0]} can't be changed for a training", TRANSFER, options=("--set", key))
     refused(made, 2, "unknown key 'train.0.lrr'", {**TRANSFER, "lrr": 1})
     refused(made, 2, "train.0.micro_batch (line 1): must divide batch, 2", {**TRANSFER, "micro_batch": 5, "batch": 2})
     refused(made, 2, "has no section train")
