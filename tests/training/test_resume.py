@@ -248,8 +248,9 @@ def test_resuming_with_other_settings_is_refused_and_says_which(made, tmp_path, 
         engine.train(made, out, TRANSFER)
     # Whatever only says how often things happen may change.
     engine.train(made, out, TRANSFER, every={"save": 3, "log": 2}, keep=4, resume=True)
-    with pytest.raises(UsageError, match="has come to its end"):
-        engine.train(made, out, TRANSFER, resume=True, force=True)
+    for options in ({"resume": True, "force": True}, {}):  # never just "add --force", which wouldn't do
+        with pytest.raises(UsageError, match="has come to its end"):
+            engine.train(made, out, TRANSFER, **options)
     with pytest.raises(UsageError, match=r"there is no training in .* to go on with"):
         engine.train(made, tmp_path / "new", TRANSFER, resume=True)
 
